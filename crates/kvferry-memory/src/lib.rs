@@ -1,0 +1,1 @@
+//! Owned cache buffers for kvferry: host and shared memory, patterns, digests.

@@ -1,0 +1,1 @@
+//! Hugging Face configurations and engine descriptions turned into cache geometry.

@@ -1,0 +1,1 @@
+//! Sans-IO protocol machines and wire format of kvferry.

@@ -1,0 +1,1 @@
+//! Runtime-free orchestration of kvferry ranks and owners.

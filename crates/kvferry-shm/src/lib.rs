@@ -1,0 +1,1 @@
+//! Same-host transport of kvferry over shared memory.

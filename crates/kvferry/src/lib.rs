@@ -1,0 +1,1 @@
+//! Moves KV caches between LLM engines of any two layouts.

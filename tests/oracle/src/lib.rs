@@ -1,0 +1,1 @@
+//! The slow oracle: walks logical coordinates one by one.

@@ -1,0 +1,2 @@
+//! Commands of the kvferry workspace.
+fn main() {}
