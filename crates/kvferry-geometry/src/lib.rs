@@ -14,8 +14,10 @@
 extern crate alloc;
 
 pub mod batch;
+pub mod digest;
 pub mod layout;
 pub mod manifest;
 pub mod placement;
 pub mod spec;
+mod token_set;
 pub mod units;

@@ -1,1 +1,399 @@
-//! placeholder
+//! An engine's manifest: every rank's placement and layout, proven sound and complete, with a digest.
+//!
+//! A [`Manifest`] is the only thing that the planner takes, and making one is the only place where a description is
+//! checked: past it every view lies inside its region, no two places of a group overlap, and the ranks together
+//! hold every byte of every item.
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::digest::{Digest, Digester};
+use crate::layout::{CacheLayout, LayoutError, MemoryKind, PagedView};
+use crate::placement::{HeadRange, MAX_RANKS, RankPlacement};
+use crate::spec::{ModelSpec, Retention, write_list};
+use crate::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
+
+pub(crate) mod coverage;
+
+/// The items that share one block table for each request.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct CacheGroup {
+    /// Unique in the engine; for messages only, since groups are never matched across engines.
+    pub name: Name,
+    /// The items.
+    pub items: Vec<ItemId>,
+    /// Tokens of the sequence that one entry of the block table covers: block size times context-parallel size. Every
+    /// rank's view must agree with it.
+    pub block_tokens: Tokens,
+}
+
+/// What one rank says of itself.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RankManifest {
+    /// What it holds.
+    pub placement: RankPlacement,
+    /// Where it lies.
+    pub layout: CacheLayout,
+}
+
+/// A fault of a manifest.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ManifestError {
+    /// No rank, or too many.
+    #[error("the engine lists {got} ranks; it must be 1 to {limit}")]
+    RankCount {
+        /// Ranks listed.
+        got: usize,
+        /// The limit.
+        limit: u32,
+    },
+    /// An item is in no group or in several.
+    #[error("item {item}: listed in {got} cache groups; it must be in exactly one")]
+    GroupsOfItem {
+        /// The item.
+        item: Name,
+        /// How many groups list it.
+        got: usize,
+    },
+    /// A group lists an item that the spec lacks.
+    #[error("cache group {group}: lists item id {item}, but the model has {items} items")]
+    UnknownItem {
+        /// The group.
+        group: Name,
+        /// The id.
+        item: ItemId,
+        /// Items of the model.
+        items: usize,
+    },
+    /// Two groups have one name.
+    #[error("cache group {group}: the name is listed twice")]
+    DuplicateGroup {
+        /// The name.
+        group: Name,
+    },
+    /// A group's items have different retention, so that one block table can't serve them.
+    #[error(
+        "cache group {group}: items {first} ({a}) and {second} ({b}) keep different tokens; put them in two groups"
+    )]
+    Retention {
+        /// The group.
+        group: Name,
+        /// An item.
+        first: Name,
+        /// Another.
+        second: Name,
+        /// What the first keeps.
+        a: Retention,
+        /// What the other keeps.
+        b: Retention,
+    },
+    /// A fault of one rank's layout.
+    #[error("rank {rank}: {error}")]
+    Layout {
+        /// The rank.
+        rank: RankId,
+        /// The fault.
+        error: LayoutError,
+    },
+    /// A view's block covers another number of tokens than its group says.
+    #[error(
+        "rank {rank}: item {item}: a block of {block_size} entries over {context} context ranks covers {got} tokens, \
+         but group {group} counts {expected} a block"
+    )]
+    BlockTokens {
+        /// The rank.
+        rank: RankId,
+        /// The item.
+        item: Name,
+        /// Its group.
+        group: Name,
+        /// Entries of a block.
+        block_size: u32,
+        /// How many ranks share the tokens.
+        context: u32,
+        /// Their product.
+        got: u64,
+        /// What the group says.
+        expected: u64,
+    },
+    /// Bytes that no rank holds.
+    #[error(
+        "item {item}: no rank holds heads {heads} of tokens [{start}, {end}) (repeating every {period}); the heads are not \
+         replicated often enough for the context-parallel size, or a stage lacks the item"
+    )]
+    Uncovered {
+        /// The item.
+        item: Name,
+        /// The heads.
+        heads: HeadRange,
+        /// First token.
+        start: u64,
+        /// One past the last.
+        end: u64,
+        /// After how many tokens the gap repeats.
+        period: u64,
+    },
+    /// The token classes of the ranks repeat together only after too many tokens.
+    #[error(
+        "item {item}: its token classes repeat together only after more than {limit} tokens; use interleaves that divide each other"
+    )]
+    Period {
+        /// The item.
+        item: Name,
+        /// The limit.
+        limit: u64,
+    },
+}
+
+/// Every fault of a manifest.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ManifestErrors(pub Vec<ManifestError>);
+
+impl fmt::Display for ManifestErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_list(f, &self.0)
+    }
+}
+impl core::error::Error for ManifestErrors {}
+
+/// A sound and complete description of one engine's cache.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Manifest {
+    spec: ModelSpec,
+    groups: Vec<CacheGroup>,
+    ranks: Vec<RankManifest>,
+    group_of: Vec<GroupId>,
+    digest: Digest,
+}
+
+impl Manifest {
+    /// Checks a description whole.
+    ///
+    /// # Errors
+    /// All faults: of the groups, of every rank's layout, and the bytes that no rank holds.
+    pub fn new(spec: ModelSpec, groups: Vec<CacheGroup>, mut ranks: Vec<RankManifest>) -> Result<Self, ManifestErrors> {
+        let mut errors = Vec::new();
+        if ranks.is_empty() || ranks.len() > MAX_RANKS as usize {
+            return Err(ManifestErrors(vec![ManifestError::RankCount { got: ranks.len(), limit: MAX_RANKS }]));
+        }
+        let group_of = check_groups(&spec, &groups, &mut errors);
+        let tables: Vec<Vec<ItemId>> = groups.iter().map(|g| g.items.clone()).collect();
+        let mut sound = true;
+        for (rank, r) in (0u32..).map(RankId::new).zip(&mut ranks) {
+            if let Err(faults) = r.layout.check(&spec, &r.placement, &tables) {
+                sound = false;
+                errors.extend(faults.into_iter().map(|error| ManifestError::Layout { rank, error }));
+                continue;
+            }
+            check_block_tokens(&spec, &groups, &group_of, rank, r, &mut errors);
+            order_components(&spec, &mut r.layout);
+        }
+        if sound {
+            coverage::check(&spec, &ranks, &mut errors);
+        }
+        if !errors.is_empty() {
+            return Err(ManifestErrors(errors));
+        }
+        let digest = digest_of(&spec, &groups, &ranks);
+        Ok(Self { spec, groups, ranks, group_of, digest })
+    }
+
+    /// The model's items in this engine's order.
+    #[must_use]
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// The cache groups.
+    #[must_use]
+    pub fn groups(&self) -> &[CacheGroup] {
+        &self.groups
+    }
+
+    /// The ranks.
+    #[must_use]
+    pub fn ranks(&self) -> &[RankManifest] {
+        &self.ranks
+    }
+
+    /// One rank.
+    #[must_use]
+    pub fn rank(&self, rank: RankId) -> Option<&RankManifest> {
+        self.ranks.get(rank.index())
+    }
+
+    /// The group of an item; the first for an id that isn't of this engine.
+    #[must_use]
+    pub fn group_of(&self, item: ItemId) -> GroupId {
+        self.group_of.get(item.index()).copied().unwrap_or(GroupId::ZERO)
+    }
+
+    /// Names this manifest: equal digests mean equal manifests.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// The lengths of a rank's regions by id, as a batch is checked against.
+    #[must_use]
+    pub fn region_lens(&self, rank: RankId) -> Vec<Bytes> {
+        self.rank(rank).map_or_else(Vec::new, |r| r.layout.regions.iter().map(|x| x.len).collect())
+    }
+
+    /// The block ids that are valid for a group on every rank: those below this.
+    #[must_use]
+    pub fn blocks(&self, group: GroupId) -> BlockId {
+        let items = self.groups.get(group.index()).map_or(&[][..], |g| &g.items);
+        let views = self.ranks.iter().flat_map(|r| items.iter().filter_map(|i| r.layout.views[i.index()].as_ref()));
+        BlockId::new(views.map(|v| v.blocks).min().unwrap_or(0))
+    }
+}
+
+fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<ManifestError>) -> Vec<GroupId> {
+    let mut count = vec![0usize; spec.items().len()];
+    let mut group_of = vec![GroupId::ZERO; spec.items().len()];
+    for (i, (id, group)) in (0u32..).map(GroupId::new).zip(groups).enumerate() {
+        if groups[..i].iter().any(|g| g.name == group.name) {
+            errors.push(ManifestError::DuplicateGroup { group: group.name.clone() });
+        }
+        let mut kept: Option<(&Name, Retention)> = None;
+        for &item in &group.items {
+            let Some(found) = spec.get(item) else {
+                let items = spec.items().len();
+                errors.push(ManifestError::UnknownItem { group: group.name.clone(), item, items });
+                continue;
+            };
+            count[item.index()] += 1;
+            group_of[item.index()] = id;
+            let retention = found.as_paged().retention;
+            match kept {
+                Some((first, a)) if a != retention => errors.push(ManifestError::Retention {
+                    group: group.name.clone(),
+                    first: first.clone(),
+                    second: found.name.clone(),
+                    a,
+                    b: retention,
+                }),
+                Some(_) => {}
+                None => kept = Some((&found.name, retention)),
+            }
+        }
+    }
+    for (item, &got) in spec.items().iter().zip(&count) {
+        if got != 1 {
+            errors.push(ManifestError::GroupsOfItem { item: item.name.clone(), got });
+        }
+    }
+    group_of
+}
+
+fn check_block_tokens(
+    spec: &ModelSpec,
+    groups: &[CacheGroup],
+    group_of: &[GroupId],
+    rank: RankId,
+    r: &RankManifest,
+    errors: &mut Vec<ManifestError>,
+) {
+    for (id, item) in spec.iter() {
+        let (Some(p), Some(view)) = (&r.placement[id.index()], &r.layout.views[id.index()]) else { continue };
+        let Some(group) = groups.get(group_of[id.index()].index()) else { continue };
+        let context = p.tokens.count();
+        let got = u64::from(view.block_size) * u64::from(context);
+        if got != group.block_tokens.get() {
+            errors.push(ManifestError::BlockTokens {
+                rank,
+                item: item.name.clone(),
+                group: group.name.clone(),
+                block_size: view.block_size,
+                context,
+                got,
+                expected: group.block_tokens.get(),
+            });
+        }
+    }
+}
+
+/// Puts every view's components into the spec's order, so that equal layouts are equal values.
+fn order_components(spec: &ModelSpec, layout: &mut CacheLayout) {
+    for (id, item) in spec.iter() {
+        if let Some(Some(view)) = layout.views.get_mut(id.index()) {
+            let order = |name: &Name| item.as_paged().components.iter().position(|c| c.name == *name);
+            view.components.sort_by_key(|c| order(&c.name));
+        }
+    }
+}
+
+fn digest_of(spec: &ModelSpec, groups: &[CacheGroup], ranks: &[RankManifest]) -> Digest {
+    let mut d = Digester::new("kvferry manifest 1");
+    d.count(spec.items().len());
+    for item in spec.items() {
+        d.text(item.name.as_str());
+        let p = item.as_paged();
+        d.number(u64::from(p.heads));
+        let (kind, tokens) = match p.retention {
+            Retention::Full => (0, 0),
+            Retention::Window(t) => (1, t.get()),
+            Retention::Chunk(t) => (2, t.get()),
+        };
+        d.number(kind);
+        d.number(tokens);
+        d.count(p.components.len());
+        for c in &p.components {
+            d.text(c.name.as_str());
+            d.number(c.width.get());
+            d.text(c.encoding.as_str());
+        }
+    }
+    d.count(groups.len());
+    for g in groups {
+        d.text(g.name.as_str());
+        d.number(g.block_tokens.get());
+        d.count(g.items.len());
+        g.items.iter().for_each(|i| d.number(u64::from(i.get())));
+    }
+    d.count(ranks.len());
+    for r in ranks {
+        d.count(r.layout.regions.len());
+        for region in &r.layout.regions {
+            d.number(region.len.get());
+            d.number(match region.kind {
+                MemoryKind::Host => 0,
+                MemoryKind::Device(i) => 1 + u64::from(i),
+            });
+        }
+        for (p, view) in r.placement.iter().zip(&r.layout.views) {
+            let (Some(p), Some(view)) = (p, view) else {
+                d.number(0);
+                continue;
+            };
+            d.number(1);
+            for n in [p.heads.start(), p.heads.end(), p.tokens.count(), p.tokens.interleave(), p.tokens.index()] {
+                d.number(u64::from(n));
+            }
+            digest_view(&mut d, view);
+        }
+    }
+    d.finish()
+}
+
+fn digest_view(d: &mut Digester, view: &PagedView) {
+    let numbers = [
+        u64::from(view.region.get()),
+        view.offset.get(),
+        view.block_stride.get(),
+        u64::from(view.blocks),
+        u64::from(view.block_size),
+        u64::from(view.kernel.size),
+        view.kernel.stride.get(),
+    ];
+    numbers.iter().for_each(|&n| d.number(n));
+    // In the spec's order by now, so names add nothing.
+    for c in &view.components {
+        d.number(c.offset.get());
+        d.number(c.head_stride.get());
+        d.number(c.entry_stride.get());
+    }
+}

@@ -1,1 +1,384 @@
-//! placeholder
+//! Which coordinates each rank holds, as data: for every item a head interval and a token class.
+//!
+//! Nothing past this module is derived from `(tp, rank)`. The usual rules are helpers that write the data:
+//! [`split_heads`], [`TokenClass`], and [`Parallelism`] for whole engines. An engine whose placement follows another
+//! rule writes its own.
+//!
+//! ```
+//! use kvferry_geometry::placement::{HeadRange, split_heads};
+//! assert_eq!(split_heads(8, 6, 1), HeadRange::new(1, 2).unwrap());  // 8 heads on 6 ranks: 1, 1, 2, 1, 1, 2
+//! assert_eq!(split_heads(8, 6, 2), HeadRange::new(2, 4).unwrap());
+//! assert_eq!(split_heads(4, 8, 5), HeadRange::new(2, 3).unwrap());  // replicated: ranks 4 and 5 hold head 2
+//! ```
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::spec::{Item, ModelSpec};
+use crate::units::{ItemId, Name, RankId, Tokens};
+
+/// The most ranks an engine can have.
+pub const MAX_RANKS: u32 = 1 << 14;
+/// The largest context-parallel factor.
+pub const MAX_CONTEXT: u32 = 1 << 10;
+
+/// A non-empty interval of KV heads `[start, end)`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct HeadRange {
+    start: u32,
+    end: u32,
+}
+
+impl HeadRange {
+    /// The interval, or `None` where it is empty.
+    #[must_use]
+    pub const fn new(start: u32, end: u32) -> Option<Self> {
+        if start < end { Some(Self { start, end }) } else { None }
+    }
+
+    /// First head.
+    #[must_use]
+    pub const fn start(self) -> u32 {
+        self.start
+    }
+
+    /// One past the last head.
+    #[must_use]
+    pub const fn end(self) -> u32 {
+        self.end
+    }
+
+    /// How many heads, at least 1.
+    #[must_use]
+    pub const fn count(self) -> u32 {
+        self.end - self.start
+    }
+
+    /// The heads in both.
+    #[must_use]
+    pub fn intersect(self, other: Self) -> Option<Self> {
+        Self::new(self.start.max(other.start), self.end.min(other.end))
+    }
+
+    /// Whether all heads of `other` are in `self`.
+    #[must_use]
+    pub const fn contains(self, other: Self) -> bool {
+        self.start <= other.start && other.end <= self.end
+    }
+}
+
+impl fmt::Display for HeadRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "[{}, {})", self.start, self.end)
+    }
+}
+
+/// The tokens that one index of `count` holds when tokens are dealt out `interleave` at a time.
+///
+/// Token `t` lives on index `(t / I) mod c`, there at local position `(t / (I·c))·I + t mod I`. With `c = 1` one index
+/// holds all tokens in order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct TokenClass {
+    count: u32,
+    interleave: u32,
+    index: u32,
+}
+
+impl TokenClass {
+    /// All tokens.
+    pub const ALL: Self = Self { count: 1, interleave: 1, index: 0 };
+
+    /// The class `index` of `count`, or `None` where `count` or `interleave` is 0 or too large, or `index >= count`.
+    #[must_use]
+    pub const fn new(count: u32, interleave: u32, index: u32) -> Option<Self> {
+        if count == 0 || count > MAX_CONTEXT || interleave == 0 || interleave > 1 << 20 || index >= count {
+            return None;
+        }
+        // One holder of everything deals nothing out, whatever the interleave.
+        if count == 1 { Some(Self::ALL) } else { Some(Self { count, interleave, index }) }
+    }
+
+    /// How many indices share the tokens.
+    #[must_use]
+    pub const fn count(self) -> u32 {
+        self.count
+    }
+
+    /// Tokens dealt out at a time; 1 where `count` is 1.
+    #[must_use]
+    pub const fn interleave(self) -> u32 {
+        self.interleave
+    }
+
+    /// Which of the indices this is.
+    #[must_use]
+    pub const fn index(self) -> u32 {
+        self.index
+    }
+
+    /// Tokens after which the pattern repeats: `count * interleave`.
+    #[must_use]
+    pub const fn period(self) -> u64 {
+        self.count as u64 * self.interleave as u64
+    }
+
+    /// Whether the class holds token `t`.
+    #[must_use]
+    pub const fn holds(self, t: Tokens) -> bool {
+        (t.get() / self.interleave as u64) % self.count as u64 == self.index as u64
+    }
+
+    /// The local position of token `t`, for a `t` that the class holds.
+    #[must_use]
+    pub const fn local(self, t: Tokens) -> u64 {
+        let (i, t) = (self.interleave as u64, t.get());
+        t / self.period() * i + t % i
+    }
+}
+
+impl fmt::Display for TokenClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.count == 1 {
+            return f.write_str("all tokens");
+        }
+        write!(f, "tokens {} of {}, {} at a time", self.index, self.count, self.interleave)
+    }
+}
+
+/// What one rank holds of one item.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Placement {
+    /// Which heads.
+    pub heads: HeadRange,
+    /// Which tokens.
+    pub tokens: TokenClass,
+}
+
+/// What one rank holds: for each item of the spec, by id, its placement, or `None` where the rank doesn't own it.
+pub type RankPlacement = Vec<Option<Placement>>;
+
+/// The heads of rank `rank` of `tp` by the usual rule.
+///
+/// `heads >= tp`: heads `⌊r·H/tp⌋` up to `⌊(r+1)·H/tp⌋`. `heads < tp`: head `⌊r·H/tp⌋`, which several ranks hold.
+/// `heads` and `tp` are at least 1 and `rank < tp` (a zero counts as 1, a larger rank as the last).
+#[must_use]
+pub fn split_heads(heads: u32, tp: u32, rank: u32) -> HeadRange {
+    let (h, tp) = (u64::from(heads.max(1)), u64::from(tp.max(1)));
+    let r = u64::from(rank).min(tp - 1);
+    let start = r * h / tp;
+    let end = if h >= tp { (r + 1) * h / tp } else { start + 1 };
+    // Both are at most `heads`.
+    HeadRange { start: u32::try_from(start).unwrap_or(u32::MAX), end: u32::try_from(end).unwrap_or(u32::MAX) }
+}
+
+/// How an item is spread over tensor-parallel ranks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum HeadRule {
+    /// [`split_heads`]; a single head (an MLA latent) is thereby on every rank.
+    Split,
+    /// All heads on every rank.
+    Whole,
+}
+
+/// What prefill context parallelism does to the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum PcpMode {
+    /// Each PCP rank keeps its share of the tokens.
+    Shard,
+    /// Every PCP rank keeps all tokens of its DCP class.
+    Replicate,
+}
+
+/// The usual parallel dimensions of an engine, from which [`Parallelism::place`] writes every rank's placement.
+///
+/// Ranks are numbered `((stage · pcp) + pcp_rank) · tp + tp_rank`. DCP re-uses the TP ranks: a rank's DCP index is
+/// `tp_rank mod dcp`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Parallelism {
+    /// Tensor parallel size, at least 1.
+    pub tp: u32,
+    /// Decode context parallel size, at least 1; it divides `tp`.
+    pub dcp: u32,
+    /// Prefill context parallel size, at least 1.
+    pub pcp: u32,
+    /// What PCP does to the cache.
+    pub pcp_mode: PcpMode,
+    /// Tokens dealt out at a time between context-parallel ranks.
+    pub interleave: u32,
+    /// Pipeline stages: the items that each stage owns. An item on two stages is on both.
+    pub stages: Vec<Vec<ItemId>>,
+}
+
+/// A rank's place in its engine's parallel dimensions.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct RankCoordinates {
+    /// Pipeline stage.
+    pub pp: u32,
+    /// Prefill context-parallel rank.
+    pub pcp: u32,
+    /// Tensor-parallel rank.
+    pub tp: u32,
+}
+
+impl fmt::Display for RankCoordinates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "pp{}/pcp{}/tp{}", self.pp, self.pcp, self.tp)
+    }
+}
+
+/// A fault of a [`Parallelism`].
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParallelismError {
+    /// A size outside its range.
+    #[error("{what} is {got}; it must be 1 to {limit}")]
+    OutOfRange {
+        /// Which size.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// The largest value allowed.
+        limit: u64,
+    },
+    /// DCP re-uses TP ranks and so must divide them.
+    #[error("dcp {dcp} does not divide tp {tp}; choose a dcp that does, since it re-uses the tensor-parallel ranks")]
+    DcpNotInTp {
+        /// DCP size.
+        dcp: u32,
+        /// TP size.
+        tp: u32,
+    },
+    /// A stage names an item that the spec lacks.
+    #[error("stage {stage} owns item id {item}, but the model has {items} items")]
+    UnknownItem {
+        /// The stage.
+        stage: usize,
+        /// The id.
+        item: ItemId,
+        /// Items of the model.
+        items: usize,
+    },
+    /// A stage lists an item twice.
+    #[error("stage {stage} lists item {item} twice")]
+    RepeatedItem {
+        /// The stage.
+        stage: usize,
+        /// The item's name.
+        item: Name,
+    },
+}
+
+impl Parallelism {
+    /// Tensor parallelism alone, over all items of `spec`.
+    #[must_use]
+    pub fn tensor(spec: &ModelSpec, tp: u32) -> Self {
+        Self {
+            tp,
+            dcp: 1,
+            pcp: 1,
+            pcp_mode: PcpMode::Replicate,
+            interleave: 1,
+            stages: vec![spec.iter().map(|(id, _)| id).collect()],
+        }
+    }
+
+    /// How many ranks.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        let stages = u32::try_from(self.stages.len()).unwrap_or(u32::MAX);
+        self.tp.saturating_mul(self.pcp).saturating_mul(stages)
+    }
+
+    /// How many indices share the tokens: `pcp·dcp` when PCP shards, else `dcp`.
+    #[must_use]
+    pub fn context(&self) -> u32 {
+        match self.pcp_mode {
+            PcpMode::Shard => self.pcp.saturating_mul(self.dcp),
+            PcpMode::Replicate => self.dcp,
+        }
+    }
+
+    /// The coordinates of a rank.
+    #[must_use]
+    pub fn coordinates(&self, rank: RankId) -> RankCoordinates {
+        let (tp, pcp) = (self.tp.max(1), self.pcp.max(1));
+        RankCoordinates { tp: rank.get() % tp, pcp: rank.get() / tp % pcp, pp: rank.get() / tp / pcp }
+    }
+
+    /// Every rank's placement.
+    ///
+    /// # Errors
+    /// All faults of the sizes and stages. Whether the ranks together hold everything is not asked here: a
+    /// [`Manifest`](crate::manifest::Manifest) checks that.
+    pub fn place(
+        &self,
+        spec: &ModelSpec,
+        rule: impl Fn(&Item) -> HeadRule,
+    ) -> Result<Vec<RankPlacement>, Vec<ParallelismError>> {
+        self.check(spec)?;
+        let mut ranks = Vec::new();
+        for stage in &self.stages {
+            for pcp in 0..self.pcp {
+                for tp in 0..self.tp {
+                    let tokens = self.tokens(pcp, tp);
+                    let mut placement: RankPlacement = vec![None; spec.items().len()];
+                    for &id in stage {
+                        let Some(item) = spec.get(id) else { continue };
+                        let all = item.as_paged().heads;
+                        let heads = match rule(item) {
+                            HeadRule::Split => split_heads(all, self.tp, tp),
+                            HeadRule::Whole => split_heads(all, 1, 0),
+                        };
+                        placement[id.index()] = Some(Placement { heads, tokens });
+                    }
+                    ranks.push(placement);
+                }
+            }
+        }
+        Ok(ranks)
+    }
+
+    fn tokens(&self, pcp: u32, tp: u32) -> TokenClass {
+        let dcp = tp % self.dcp;
+        let index = match self.pcp_mode {
+            PcpMode::Shard => pcp * self.dcp + dcp,
+            PcpMode::Replicate => dcp,
+        };
+        // In range: `check` has passed.
+        TokenClass::new(self.context(), self.interleave, index).unwrap_or(TokenClass::ALL)
+    }
+
+    fn check(&self, spec: &ModelSpec) -> Result<(), Vec<ParallelismError>> {
+        let mut errors = Vec::new();
+        let mut range = |what, got: u64, limit: u64| {
+            if got == 0 || got > limit {
+                errors.push(ParallelismError::OutOfRange { what, got, limit });
+            }
+        };
+        range("tp", u64::from(self.tp), u64::from(MAX_RANKS));
+        range("dcp", u64::from(self.dcp), u64::from(MAX_CONTEXT));
+        range("pcp", u64::from(self.pcp), u64::from(MAX_CONTEXT));
+        range("context size (pcp x dcp)", u64::from(self.pcp) * u64::from(self.dcp), u64::from(MAX_CONTEXT));
+        range("interleave", u64::from(self.interleave), 1 << 20);
+        range("pp", self.stages.len() as u64, u64::from(MAX_RANKS));
+        range("ranks", u64::from(self.ranks()), u64::from(MAX_RANKS));
+        if self.dcp > 0 && self.tp % self.dcp != 0 {
+            errors.push(ParallelismError::DcpNotInTp { dcp: self.dcp, tp: self.tp });
+        }
+        for (stage, ids) in self.stages.iter().enumerate() {
+            let mut seen = vec![false; spec.items().len()];
+            for &item in ids {
+                match (spec.get(item), seen.get_mut(item.index())) {
+                    (Some(found), Some(seen)) => {
+                        if core::mem::replace(seen, true) {
+                            errors.push(ParallelismError::RepeatedItem { stage, item: found.name.clone() });
+                        }
+                    }
+                    _ => errors.push(ParallelismError::UnknownItem { stage, item, items: spec.items().len() }),
+                }
+            }
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+}

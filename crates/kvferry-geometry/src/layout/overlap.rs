@@ -1,0 +1,221 @@
+//! The proof that no two places of a set of strided extents share a byte.
+//!
+//! Nested strides prove it at once; what they can't prove, a sorted list of the runs of one block does, within a stated
+//! amount of work.
+
+use alloc::vec::Vec;
+
+use super::PagedView;
+use crate::spec::PagedItem;
+use crate::units::ItemId;
+
+/// The most runs that the fallback lists.
+const MAX_RUNS: u128 = 1 << 20;
+
+/// `run` bytes at `offset` and at every step of the loops.
+#[derive(Clone, Debug)]
+pub(super) struct Extent {
+    offset: u128,
+    /// (count, stride), largest stride first; counts above 1 only.
+    dims: Vec<(u128, u128)>,
+    run: u128,
+}
+
+impl Extent {
+    /// One past the last byte.
+    pub(super) fn end(&self) -> u128 {
+        self.offset + self.span()
+    }
+
+    fn span(&self) -> u128 {
+        self.dims.iter().map(|(count, stride)| (count - 1) * stride).sum::<u128>() + self.run
+    }
+}
+
+/// Why no proof was found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Failure {
+    /// These two share a byte.
+    Overlap(ItemId, ItemId),
+    /// The list of runs would be too long.
+    Unprovable(ItemId),
+}
+
+/// One extent for each component of a view; the values are in range, so nothing overflows 128 bits.
+pub(super) fn extents(paged: &PagedItem, heads: u32, view: &PagedView) -> Vec<Extent> {
+    let kernels = view.block_size / view.kernel.size.max(1);
+    let of_component = |c: &super::ComponentView| {
+        let width = paged.components.iter().find(|s| s.name == c.name).map_or(0, |s| s.width.get());
+        let mut dims: Vec<(u128, u128)> = [
+            (view.blocks, view.block_stride),
+            (kernels, view.kernel.stride),
+            (heads, c.head_stride),
+            (view.kernel.size, c.entry_stride),
+        ]
+        .into_iter()
+        .filter(|(count, _)| *count > 1)
+        .map(|(count, stride)| (u128::from(count), u128::from(stride.get())))
+        .collect();
+        dims.sort_by_key(|d| core::cmp::Reverse(d.1));
+        Extent { offset: u128::from(view.offset.get()) + u128::from(c.offset.get()), dims, run: u128::from(width) }
+    };
+    view.components.iter().map(of_component).collect()
+}
+
+/// Proves that no byte belongs to two places.
+pub(super) fn prove_disjoint(mut members: Vec<(ItemId, Extent)>) -> Result<(), Failure> {
+    members.sort_by_key(|(_, e)| e.offset);
+    // Clusters of extents whose spans meet; clusters can't meet each other.
+    let mut start = 0;
+    while start < members.len() {
+        let mut end = members[start].1.end();
+        let mut next = start + 1;
+        while next < members.len() && members[next].1.offset < end {
+            end = end.max(members[next].1.end());
+            next += 1;
+        }
+        prove_cluster(members[start..next].to_vec())?;
+        start = next;
+    }
+    Ok(())
+}
+
+fn prove_cluster(members: Vec<(ItemId, Extent)>) -> Result<(), Failure> {
+    let Some((first, extent)) = members.first() else { return Ok(()) };
+    if members.len() == 1 && extent.dims.is_empty() {
+        return Ok(());
+    }
+    // If all share their outermost loop and one step of it clears everything inside, look inside only.
+    if let Some(&outer) = extent.dims.first() {
+        let shared = members.iter().all(|(_, e)| e.dims.first() == Some(&outer));
+        if shared {
+            let inner: Vec<(ItemId, Extent)> =
+                members.iter().map(|(id, e)| (*id, Extent { dims: e.dims[1..].to_vec(), ..e.clone() })).collect();
+            let low = inner.iter().map(|(_, e)| e.offset).min().unwrap_or(0);
+            let high = inner.iter().map(|(_, e)| e.end()).max().unwrap_or(0);
+            if high - low <= outer.1 {
+                return prove_disjoint(inner);
+            }
+        }
+    } else if members.iter().all(|(_, e)| e.dims.is_empty()) {
+        // Plain runs whose spans meet.
+        return Err(Failure::Overlap(*first, members[1].0));
+    }
+    by_listing(&members)
+}
+
+/// Lists every run and looks for two that meet.
+fn by_listing(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
+    let runs = |e: &Extent| e.dims.iter().map(|d| d.0).fold(1u128, u128::saturating_mul);
+    let total = members.iter().map(|(_, e)| runs(e)).fold(0u128, u128::saturating_add);
+    if total > MAX_RUNS {
+        return shrink(members);
+    }
+    let mut list: Vec<(u128, u128, ItemId)> = Vec::new();
+    for (id, e) in members {
+        let mut starts = alloc::vec![e.offset];
+        for &(count, stride) in &e.dims {
+            starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * stride)).collect();
+        }
+        list.extend(starts.into_iter().map(|s| (s, s + e.run, *id)));
+    }
+    list.sort_unstable();
+    match list.windows(2).find(|w| w[1].0 < w[0].1) {
+        Some(w) => Err(Failure::Overlap(w[0].2, w[1].2)),
+        None => Ok(()),
+    }
+}
+
+/// Too many runs to list. Where all share their outermost loop, overlap between steps `i` and `j` depends only on
+/// `j - i`, and steps further apart than the inside is long can't meet: so a few steps stand for all of them.
+fn shrink(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
+    let fail = |m: &[(ItemId, Extent)]| Failure::Unprovable(m.first().map_or(ItemId::ZERO, |m| m.0));
+    let outer = members.first().and_then(|(_, e)| e.dims.first().copied()).ok_or_else(|| fail(members))?;
+    let (count, stride) = outer;
+    if stride == 0 || members.iter().any(|(_, e)| e.dims.first() != Some(&outer)) {
+        return Err(fail(members));
+    }
+    let low = members.iter().map(|(_, e)| e.offset).min().unwrap_or(0);
+    let high = members.iter().map(|(_, e)| e.end() - (count - 1) * stride).max().unwrap_or(0);
+    let steps = (high - low) / stride + 2;
+    if steps >= count {
+        return Err(fail(members));
+    }
+    let few: Vec<(ItemId, Extent)> = members
+        .iter()
+        .map(|(id, e)| {
+            let mut e = e.clone();
+            e.dims[0].0 = steps;
+            (*id, e)
+        })
+        .collect();
+    by_listing(&few)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+
+    fn extent(offset: u128, dims: &[(u128, u128)], run: u128) -> (ItemId, Extent) {
+        (ItemId::ZERO, Extent { offset, dims: dims.to_vec(), run })
+    }
+
+    /// Every byte one by one.
+    fn truth(members: &[(ItemId, Extent)]) -> bool {
+        let mut seen = alloc::collections::BTreeSet::new();
+        for (_, e) in members {
+            let mut starts = vec![e.offset];
+            for &(count, stride) in &e.dims {
+                starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * stride)).collect();
+            }
+            for s in starts {
+                for b in s..s + e.run {
+                    if !seen.insert(b) {
+                        return false;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    #[test]
+    fn agrees_with_a_bitmap_on_small_strides() {
+        // A fixed generator is enough: all that varies is small.
+        let mut x = 12345u64;
+        let mut next = |n: u64| {
+            x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            u128::from((x >> 33) % n)
+        };
+        let (mut yes, mut no) = (0, 0);
+        for _ in 0..20_000 {
+            let members: Vec<(ItemId, Extent)> = (0..=next(2))
+                .map(|_| {
+                    let mut dims: Vec<(u128, u128)> = (0..next(4)).map(|_| (2 + next(3), next(24))).collect();
+                    dims.sort_by_key(|d| core::cmp::Reverse(d.1));
+                    extent(next(40), &dims, 1 + next(4))
+                })
+                .collect();
+            let expected = truth(&members);
+            assert_eq!(prove_disjoint(members.clone()).is_ok(), expected, "{members:?}");
+            if expected { yes += 1 } else { no += 1 }
+        }
+        assert!(yes > 1000 && no > 1000, "{yes} disjoint, {no} overlapping");
+    }
+
+    #[test]
+    fn many_interleaved_blocks_are_proven_by_a_few() {
+        // Two components whose planes are interleaved so that strides do not nest.
+        let a = extent(0, &[(1 << 22, 64), (2, 32)], 8);
+        let b = extent(8, &[(1 << 22, 64), (2, 32)], 24);
+        assert_eq!(prove_disjoint(vec![a.clone(), b]), Ok(()));
+        let c = extent(16, &[(1 << 22, 64), (3, 40)], 8);
+        let d = extent(4, &[(1 << 22, 64)], 8);
+        assert!(prove_disjoint(vec![a.clone(), d]).is_err());
+        assert_eq!(prove_disjoint(vec![a, c]).is_ok(), {
+            let few = |e: &[(u128, u128)], o| extent(o, e, 8);
+            truth(&[few(&[(8, 64), (2, 32)], 0), few(&[(8, 64), (3, 40)], 16)])
+        });
+    }
+}

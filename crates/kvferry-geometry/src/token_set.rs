@@ -1,0 +1,121 @@
+//! Periodic sets of tokens, the token axis of atoms.
+
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::placement::TokenClass;
+
+/// The longest period that is planned for, in tokens.
+pub(crate) const MAX_PERIOD: u64 = 1 << 20;
+
+/// Tokens `t` with `t mod period` in one of the intervals: sorted, disjoint, not touching, inside `[0, period)`.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub(crate) struct TokenSet {
+    pub(crate) period: u64,
+    pub(crate) intervals: Vec<(u64, u64)>,
+}
+
+impl TokenSet {
+    /// The class's tokens, with a period that its own divides.
+    pub(crate) fn of_class(class: TokenClass, period: u64) -> Self {
+        if class.count() == 1 {
+            return Self { period, intervals: vec![(0, period)] };
+        }
+        let (i, own) = (u64::from(class.interleave()), class.period());
+        let start = u64::from(class.index()) * i;
+        let intervals = (0..period / own).map(|k| (k * own + start, k * own + start + i)).collect();
+        Self { period, intervals }
+    }
+
+    pub(crate) fn empty(period: u64) -> Self {
+        Self { period, intervals: Vec::new() }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.intervals.is_empty()
+    }
+
+    /// Tokens in one period.
+    pub(crate) fn len(&self) -> u64 {
+        self.intervals.iter().map(|(a, b)| b - a).sum()
+    }
+
+    pub(crate) fn intersect(&self, other: &Self) -> Self {
+        let mut out = Vec::new();
+        let (mut i, mut j) = (0, 0);
+        while let (Some(&(a, b)), Some(&(c, d))) = (self.intervals.get(i), other.intervals.get(j)) {
+            if a.max(c) < b.min(d) {
+                out.push((a.max(c), b.min(d)));
+            }
+            if b < d { i += 1 } else { j += 1 }
+        }
+        Self { period: self.period, intervals: out }
+    }
+
+    pub(crate) fn minus(&self, other: &Self) -> Self {
+        let mut out = Vec::new();
+        let mut j = 0;
+        for &(mut a, b) in &self.intervals {
+            while other.intervals.get(j).is_some_and(|o| o.1 <= a) {
+                j += 1;
+            }
+            let mut k = j;
+            while let Some(&(c, d)) = other.intervals.get(k).filter(|o| o.0 < b) {
+                if a < c {
+                    out.push((a, c));
+                }
+                a = a.max(d);
+                k += 1;
+            }
+            if a < b {
+                out.push((a, b));
+            }
+        }
+        Self { period: self.period, intervals: out }
+    }
+
+    pub(crate) fn union(&self, other: &Self) -> Self {
+        let mut all: Vec<(u64, u64)> = self.intervals.iter().chain(&other.intervals).copied().collect();
+        all.sort_unstable();
+        let mut out: Vec<(u64, u64)> = Vec::new();
+        for (a, b) in all {
+            match out.last_mut() {
+                Some(last) if a <= last.1 => last.1 = last.1.max(b),
+                _ => out.push((a, b)),
+            }
+        }
+        Self { period: self.period, intervals: out }
+    }
+}
+
+pub(crate) fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Least common multiple of two numbers above 0, or `None` beyond 64 bits.
+pub(crate) fn lcm(a: u64, b: u64) -> Option<u64> {
+    (a / gcd(a, b)).checked_mul(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_operations_agree_with_membership() {
+        let class = |c, i, x| TokenSet::of_class(TokenClass::new(c, i, x).unwrap(), 48);
+        let has = |s: &TokenSet, t| s.intervals.iter().any(|&(a, b)| a <= t && t < b);
+        let sets =
+            [class(1, 1, 0), class(2, 1, 1), class(3, 4, 2), class(4, 2, 0), class(2, 8, 1), TokenSet::empty(48)];
+        for a in &sets {
+            for b in &sets {
+                for t in 0..48 {
+                    assert_eq!(has(&a.intersect(b), t), has(a, t) && has(b, t));
+                    assert_eq!(has(&a.union(b), t), has(a, t) || has(b, t));
+                    assert_eq!(has(&a.minus(b), t), has(a, t) && !has(b, t), "{a:?} {b:?} {t}");
+                }
+            }
+        }
+        assert_eq!(class(3, 4, 2).len(), 16);
+    }
+}
