@@ -1,1 +1,42 @@
 //! The transport contract of kvferry, its in-memory reference, wrappers and conformance suite.
+//!
+//! A [`Transport`] moves the bytes of a proven batch ([`BoundedBatch`](kvferry_geometry::batch::BoundedBatch)) between
+//! registered [`Region`]s of two ranks and says how each move ended. It knows nothing of layers, heads, tokens,
+//! blocks or requests, and no backend but [`mem`] lives here: a backend is a crate of its own.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`Transport`] | the contract: every clause of it has a test in [`conformance`] |
+//! | [`Region`] | memory that may be registered; its one unsafe constructor is where foreign memory is promised |
+//! | [`blob`] | the frame of what ranks tell each other about their registrations, and its validation |
+//! | [`strips`], [`copy`] | a batch walked by loops, cut at any byte, and copied; for backends that copy themselves |
+//! | [`admit`] | the checks every backend runs on a submission before anything is posted |
+//! | [`mem`] | the reference backend, inside one process, with faults on demand |
+//! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
+//! | [`conformance`] | one suite for all backends and wrappers |
+//!
+//! Invariants: nothing outside a registered region is ever touched; every operation ends exactly once; a registration
+//! outlives every operation that names it; unsafe code stands only in [`region`] and [`copy`].
+#![deny(unsafe_code)]
+
+pub mod admit;
+pub mod blob;
+
+pub mod error;
+
+#[allow(unsafe_code)]
+pub mod region;
+
+mod transport;
+pub mod types;
+
+pub use error::{
+    ConnectError, DeregisterError, Fault, LostCause, RegisterError, RevokeError, SubmitError, TransferError, UnknownOp,
+    UnknownPeer,
+};
+pub use region::{MemoryKind, Region};
+pub use transport::Transport;
+pub use types::{
+    Capabilities, EndpointId, Event, Lane, LaneKind, Measured, OpId, OpKind, Outcome, PeerId, PeerInfo, Revocation,
+    RevokeScope, Stats, Submission,
+};
