@@ -10,7 +10,7 @@
 //! | [`Region`] | memory that may be registered; its one unsafe constructor is where foreign memory is promised |
 //! | [`blob`] | the frame of what ranks tell each other about their registrations, and its validation |
 //! | [`strips`], [`copy`] | a batch walked by loops, cut at any byte, and copied; for backends that copy themselves |
-//! | [`admit`] | the checks every backend runs on a submission before anything is posted |
+//! | [`admit`], [`table`] | the checks every backend runs on a submission before anything is posted, and on a registration |
 //! | [`mem`] | the reference backend, inside one process, with faults on demand |
 //! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
 //! | [`conformance`] | one suite for all backends and wrappers |
@@ -21,12 +21,16 @@
 
 pub mod admit;
 pub mod blob;
-
+pub mod conformance;
+#[allow(unsafe_code)]
+pub mod copy;
 pub mod error;
 
 #[allow(unsafe_code)]
 pub mod region;
-
+mod rng;
+pub mod strips;
+pub mod table;
 mod transport;
 pub mod types;
 

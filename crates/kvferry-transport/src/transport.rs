@@ -55,9 +55,10 @@ use crate::types::{Capabilities, EndpointId, Event, OpId, PeerId, PeerInfo, Revo
 /// # Driving
 /// - `[drive]` Nothing happens but in `step`, or on threads of the backend's own; events come from `next_event` alone. After
 ///   submit, connect, cancel, disconnect: call `step`.
-/// - `[wake]` [`wake_fd`](Self::wake_fd) is readable (level) while a call of `step` would have something to do or an event
-///   waits that `step` has not yet seen; `step` clears it. [`wait`](Self::wait) sleeps on the same without a poller.
-///   An idle endpoint uses no CPU.
+/// - `[wake]` [`wake_fd`](Self::wake_fd) is readable (level) once something arrived from outside (a peer, a backend's
+///   thread) that `step` has not yet seen; `step` clears it. Timers are not on it: they are the time that `step` gave. Our
+///   own calls are not on it either: step after them. [`wait`](Self::wait) sleeps on the same without a poller, and returns
+///   at once while an event is queued. An idle endpoint uses no CPU.
 /// - `[drop]` Dropping an endpoint abandons its operations without events; peers see it as gone. No memory is touched for
 ///   them after the drop returns, or the region's owner is kept alive until that is so.
 ///
@@ -128,11 +129,11 @@ pub trait Transport: Send {
     /// The next event, oldest first.
     fn next_event(&mut self) -> Option<Event>;
 
-    /// Readable while `step` has something to do; for a poller. Do not read from it.
+    /// Readable once something arrived that `step` has not yet seen; for a poller. Do not read from it.
     fn wake_fd(&self) -> BorrowedFd<'_>;
 
-    /// Blocks until `step` has something to do or the time is over (`None`: no limit); true if there is something to do.
-    /// May return early.
+    /// Blocks until the wake source is readable, an event is queued or the time is over (`None`: no limit); true unless
+    /// the time was over.
     fn wait(&mut self, timeout: Option<Duration>) -> bool;
 }
 

@@ -1,0 +1,2 @@
+//! One suite for all backends and wrappers.
+pub mod sample;
