@@ -14,9 +14,11 @@
 extern crate alloc;
 
 pub mod batch;
+pub mod compat;
 pub mod digest;
 pub mod layout;
 pub mod manifest;
+pub mod peers;
 pub mod placement;
 pub mod spec;
 mod token_set;

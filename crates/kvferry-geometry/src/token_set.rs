@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::placement::TokenClass;
 
 /// The longest period that is planned for, in tokens.
-pub(crate) const MAX_PERIOD: u64 = 1 << 20;
+pub(crate) const MAX_PERIOD: u64 = 1 << 16;
 
 /// Tokens `t` with `t mod period` in one of the intervals: sorted, disjoint, not touching, inside `[0, period)`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]

@@ -1,0 +1,359 @@
+//! Who reads what from whom.
+//!
+//! For every set of items that are placed alike, the head × token space is cut into *atoms* at all interval ends of both
+//! manifests; each atom has a set of holders at the source. Every consumer (destination rank) gets its holders so that it
+//! reads from the fewest ranks; among equals the nearest, then the one with the fewest bytes assigned so far, and what
+//! is still equal is chosen by the salt, so that many small destination engines don't all read one rank.
+//!
+//! "Fewest" is found greedily: the rank that holds most of what is still missing comes first, and items that leave the
+//! least choice are assigned first. For interval placements this is the optimum; for placements made by hand it is an
+//! approximation, and always complete.
+//!
+//! Both engines compute the same map from the same two manifests and salt, and compare [`PeerMap::digest`].
+
+use alloc::collections::BTreeMap;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::compat::Compatible;
+use crate::digest::{Digest, Digester};
+use crate::manifest::coverage::cut_heads;
+use crate::placement::{HeadRange, Placement};
+use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
+use crate::units::{ItemId, Name, RankId};
+
+/// No map can be made.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PeerError {
+    /// The token classes of both sides repeat together only after too many tokens.
+    #[error(
+        "item {item}: the token classes of source and destination repeat together only after more than {limit} tokens; \
+         use interleaves and context sizes with a smaller common multiple"
+    )]
+    Period {
+        /// The first item concerned.
+        item: Name,
+        /// The limit.
+        limit: u64,
+    },
+    /// Bytes that no source rank holds. A proven manifest has none.
+    #[error("item {item}: destination rank {dst} needs heads {heads} of tokens that no source rank holds")]
+    Uncovered {
+        /// The first item concerned.
+        item: Name,
+        /// The consumer.
+        dst: RankId,
+        /// Some of the heads.
+        heads: HeadRange,
+    },
+}
+
+/// A rectangle of the head × token space of some items that one rank reads from another.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Share {
+    /// Index of the item set.
+    pub(crate) items: usize,
+    pub(crate) heads: HeadRange,
+    pub(crate) tokens: TokenSet,
+}
+
+/// What one destination rank reads from one source rank.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RankPair {
+    src: RankId,
+    dst: RankId,
+    pub(crate) shares: Vec<Share>,
+}
+
+impl RankPair {
+    /// The rank that is read.
+    #[must_use]
+    pub fn src(&self) -> RankId {
+        self.src
+    }
+
+    /// The rank that reads.
+    #[must_use]
+    pub fn dst(&self) -> RankId {
+        self.dst
+    }
+}
+
+/// Who reads what from whom, for one pair of manifests and one salt.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PeerMap {
+    /// Destination ids of items that are placed alike.
+    pub(crate) item_sets: Vec<Vec<ItemId>>,
+    pairs: Vec<RankPair>,
+    digest: Digest,
+}
+
+impl PeerMap {
+    /// The map for one salt: a number that differs between consumers' engines and requests (their lease, say).
+    ///
+    /// # Errors
+    /// [`PeerError::Period`] where the two sides' context parallelism can't be brought to a common period.
+    pub fn new(c: &Compatible, salt: u64) -> Result<Self, PeerError> {
+        Self::with_distance(c, salt, |_, _| 0)
+    }
+
+    /// As [`PeerMap::new`], with the distance from a source rank to a destination rank where it is known. Both engines
+    /// must use the same distances.
+    ///
+    /// # Errors
+    /// As [`PeerMap::new`].
+    pub fn with_distance(
+        c: &Compatible,
+        salt: u64,
+        distance: impl Fn(RankId, RankId) -> u32,
+    ) -> Result<Self, PeerError> {
+        let mut sets = item_sets(c);
+        for set in &mut sets {
+            set.measure(c)?;
+        }
+        // Least choice first: what is held once decides which ranks are read, and replicas then follow it.
+        sets.sort_by_key(|s| (s.held, s.items[0]));
+        let mut builder = Builder {
+            distance,
+            salt,
+            load: vec![0; c.src().ranks().len()],
+            shares: BTreeMap::new(),
+            // Which source ranks a consumer reads already.
+            reads: vec![Vec::new(); c.dst().ranks().len()],
+        };
+        for (index, set) in sets.iter().enumerate() {
+            builder.assign(c, index, set)?;
+        }
+        let pairs: Vec<RankPair> =
+            builder.shares.into_iter().map(|((dst, src), shares)| RankPair { src, dst, shares }).collect();
+        let item_sets: Vec<Vec<ItemId>> = sets.into_iter().map(|s| s.items).collect();
+        let digest = digest_of(c, salt, &item_sets, &pairs);
+        Ok(Self { item_sets, pairs, digest })
+    }
+
+    /// Names this map and the two manifests it was made from.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// All pairs that exchange bytes, by destination, then source.
+    #[must_use]
+    pub fn pairs(&self) -> &[RankPair] {
+        &self.pairs
+    }
+
+    /// The pair of two ranks, if they exchange bytes.
+    #[must_use]
+    pub fn pair(&self, src: RankId, dst: RankId) -> Option<&RankPair> {
+        let at = self.pairs.binary_search_by_key(&(dst, src), |p| (p.dst, p.src)).ok()?;
+        self.pairs.get(at)
+    }
+
+    /// The source ranks that a destination rank reads.
+    pub fn sources_of(&self, dst: RankId) -> impl Iterator<Item = RankId> {
+        self.pairs.iter().filter(move |p| p.dst == dst).map(|p| p.src)
+    }
+
+    /// The named consumers of a source rank.
+    pub fn consumers_of(&self, src: RankId) -> impl Iterator<Item = RankId> {
+        self.pairs.iter().filter(move |p| p.src == src).map(|p| p.dst)
+    }
+}
+
+/// Items that every rank of both sides places alike.
+struct ItemSet {
+    /// Destination ids.
+    items: Vec<ItemId>,
+    src: Vec<Option<Placement>>,
+    dst: Vec<Option<Placement>>,
+    /// Bytes of all items for each (token, head).
+    width: u64,
+    period: u64,
+    heads: Vec<HeadRange>,
+    /// How often the source holds it, in heads × tokens of a period, scaled to be comparable between sets.
+    held: u64,
+}
+
+fn item_sets(c: &Compatible) -> Vec<ItemSet> {
+    let mut by_placement: BTreeMap<Vec<[u32; 6]>, ItemSet> = BTreeMap::new();
+    for (id, item) in c.dst().spec().iter() {
+        let src_id = c.src_item(id);
+        let src: Vec<_> = c.src().ranks().iter().map(|r| r.placement[src_id.index()]).collect();
+        let dst: Vec<_> = c.dst().ranks().iter().map(|r| r.placement[id.index()]).collect();
+        let paged = item.as_paged();
+        // Heads of the model belong to the key: they bound the cuts.
+        let key: Vec<[u32; 6]> = core::iter::once([paged.heads, 0, 0, 0, 0, 0])
+            .chain(src.iter().chain(&dst).map(|p| p.map_or([0; 6], |p| key_of(&p))))
+            .collect();
+        let set = by_placement.entry(key).or_insert_with(|| ItemSet {
+            items: Vec::new(),
+            src,
+            dst,
+            width: 0,
+            period: 1,
+            heads: Vec::new(),
+            held: 0,
+        });
+        set.items.push(id);
+        set.width += paged.components.iter().map(|c| c.width.get()).sum::<u64>();
+    }
+    by_placement.into_values().collect()
+}
+
+fn key_of(p: &Placement) -> [u32; 6] {
+    [1, p.heads.start(), p.heads.end(), p.tokens.count(), p.tokens.interleave(), p.tokens.index()]
+}
+
+impl ItemSet {
+    /// Finds the period, the head cuts and how often the source holds everything.
+    fn measure(&mut self, c: &Compatible) -> Result<(), PeerError> {
+        let item = c.dst().spec().get(self.items[0]);
+        let name = || item.map_or_else(|| "?".into(), |i| i.name.clone());
+        let placed = || self.src.iter().chain(&self.dst).flatten();
+        let mut period = 1;
+        for p in placed() {
+            period = lcm(period, p.tokens.period())
+                .filter(|&l| l <= MAX_PERIOD)
+                .ok_or_else(|| PeerError::Period { item: name(), limit: MAX_PERIOD })?;
+        }
+        let total = item.map_or(1, |i| i.as_paged().heads);
+        let heads = cut_heads(total, placed().map(|p| p.heads));
+        let held: u64 = self
+            .src
+            .iter()
+            .flatten()
+            .map(|p| (1 << 20) * u64::from(p.heads.count()) / u64::from(p.tokens.count()))
+            .sum();
+        self.held = held / u64::from(total);
+        (self.period, self.heads) = (period, heads);
+        Ok(())
+    }
+}
+
+struct Builder<D> {
+    distance: D,
+    salt: u64,
+    load: Vec<u64>,
+    shares: BTreeMap<(RankId, RankId), Vec<Share>>,
+    reads: Vec<Vec<RankId>>,
+}
+
+impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
+    fn assign(&mut self, c: &Compatible, index: usize, set: &ItemSet) -> Result<(), PeerError> {
+        let holders: Vec<(RankId, HeadRange, TokenSet)> = (0u32..)
+            .map(RankId::new)
+            .zip(&set.src)
+            .filter_map(|(rank, p)| p.map(|p| (rank, p.heads, TokenSet::of_class(p.tokens, set.period))))
+            .collect();
+        for (dst, p) in (0u32..).map(RankId::new).zip(&set.dst) {
+            let Some(p) = p else { continue };
+            let wanted = TokenSet::of_class(p.tokens, set.period);
+            let mut missing: Vec<(HeadRange, TokenSet)> =
+                set.heads.iter().filter(|h| p.heads.contains(**h)).map(|h| (*h, wanted.clone())).collect();
+            while let Some((heads, _)) = missing.first() {
+                let Some((gain, at)) = self.choose(dst, &holders, &missing) else {
+                    let item = c.dst().spec().get(set.items[0]).map_or_else(|| "?".into(), |i| i.name.clone());
+                    return Err(PeerError::Uncovered { item, dst, heads: *heads });
+                };
+                let (src, held_heads, held_tokens) = &holders[at];
+                self.load[src.index()] += gain * set.width;
+                if !self.reads[dst.index()].contains(src) {
+                    self.reads[dst.index()].push(*src);
+                }
+                let mut taken: Vec<Share> = Vec::new();
+                for (heads, tokens) in &mut missing {
+                    if !held_heads.contains(*heads) {
+                        continue;
+                    }
+                    let part = tokens.intersect(held_tokens);
+                    *tokens = tokens.minus(&part);
+                    if !part.is_empty() {
+                        push_share(&mut taken, Share { items: index, heads: *heads, tokens: part });
+                    }
+                }
+                missing.retain(|(_, tokens)| !tokens.is_empty());
+                self.shares.entry((dst, *src)).or_default().extend(taken);
+            }
+        }
+        Ok(())
+    }
+
+    /// The best holder for what is missing: (heads × tokens it has, its index).
+    fn choose(
+        &self,
+        dst: RankId,
+        holders: &[(RankId, HeadRange, TokenSet)],
+        missing: &[(HeadRange, TokenSet)],
+    ) -> Option<(u64, usize)> {
+        let mut best: Vec<(u64, usize)> = Vec::new();
+        let mut best_key = None;
+        for (at, (src, heads, tokens)) in holders.iter().enumerate() {
+            let gain: u64 = missing
+                .iter()
+                .filter(|(h, _)| heads.contains(*h))
+                .map(|(h, t)| u64::from(h.count()) * t.intersect(tokens).len())
+                .sum();
+            if gain == 0 {
+                continue;
+            }
+            let known = self.reads[dst.index()].contains(src);
+            let key = (core::cmp::Reverse(gain), !known, (self.distance)(*src, dst), self.load[src.index()]);
+            match best_key.as_ref().map(|b| key.cmp(b)) {
+                Some(core::cmp::Ordering::Greater) => {}
+                Some(core::cmp::Ordering::Equal) => best.push((gain, at)),
+                _ => {
+                    best_key = Some(key);
+                    best = vec![(gain, at)];
+                }
+            }
+        }
+        let turn = self.salt.checked_rem(best.len() as u64)?;
+        best.get(usize::try_from(turn).unwrap_or(0)).copied()
+    }
+}
+
+/// Adds a share, joining it to the last one where only the heads go on.
+fn push_share(list: &mut Vec<Share>, share: Share) {
+    if let Some(last) = list.last_mut() {
+        if last.heads.end() == share.heads.start() && last.tokens == share.tokens {
+            if let Some(heads) = HeadRange::new(last.heads.start(), share.heads.end()) {
+                last.heads = heads;
+                return;
+            }
+        }
+    }
+    list.push(share);
+}
+
+fn digest_of(c: &Compatible, salt: u64, item_sets: &[Vec<ItemId>], pairs: &[RankPair]) -> Digest {
+    let mut d = Digester::new("kvferry peer map 1");
+    for manifest in [c.src(), c.dst()] {
+        manifest.digest().as_bytes().iter().for_each(|b| d.number(u64::from(*b)));
+    }
+    d.number(salt);
+    d.count(item_sets.len());
+    for set in item_sets {
+        d.count(set.len());
+        set.iter().for_each(|i| d.number(u64::from(i.get())));
+    }
+    d.count(pairs.len());
+    for pair in pairs {
+        d.number(u64::from(pair.src.get()));
+        d.number(u64::from(pair.dst.get()));
+        d.count(pair.shares.len());
+        for s in &pair.shares {
+            d.count(s.items);
+            d.number(u64::from(s.heads.start()));
+            d.number(u64::from(s.heads.end()));
+            d.number(s.tokens.period);
+            d.count(s.tokens.intervals.len());
+            for (a, b) in &s.tokens.intervals {
+                d.number(*a);
+                d.number(*b);
+            }
+        }
+    }
+    d.finish()
+}
