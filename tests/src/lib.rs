@@ -1,1 +1,5 @@
 //! Cross-crate tests of kvferry.
+
+mod skip;
+
+pub use skip::skip;

@@ -1,2 +1,36 @@
-//! Commands of the kvferry workspace.
-fn main() {}
+//! Commands of the kvferry workspace: `cargo xtask help` lists them.
+//!
+//! Each command is a module with `Args` and `run`; this file only names them.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "printing is what commands are for")]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+mod layers;
+mod lint;
+mod test;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Commands of the kvferry workspace")]
+enum Command {
+    /// Run all tests and count what passed, failed and was skipped
+    Test(test::Args),
+    /// Run every check that isn't a test: format, clippy, docs, layers, wasm
+    Lint(lint::Args),
+    /// Check which crate depends on which, and what must be absent
+    Layers(layers::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Command::parse() {
+        Command::Test(args) => test::run(args),
+        Command::Lint(args) => lint::run(args),
+        Command::Layers(args) => layers::run(args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
