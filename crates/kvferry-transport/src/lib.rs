@@ -26,6 +26,7 @@ pub mod conformance;
 pub mod copy;
 pub mod error;
 
+pub mod mem;
 #[allow(unsafe_code)]
 pub mod region;
 mod rng;
