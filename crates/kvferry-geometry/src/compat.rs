@@ -11,7 +11,7 @@ use core::fmt;
 
 use crate::manifest::Manifest;
 use crate::spec::{Component, Item, Retention, write_list};
-use crate::units::{Bytes, ItemId, Name};
+use crate::units::{Bytes, GroupId, ItemId, Name};
 
 /// One way in which two engines differ that can't be bridged.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -128,6 +128,8 @@ pub struct Compatible {
     dst: Arc<Manifest>,
     /// By destination item.
     src_item: Vec<ItemId>,
+    /// Groups that share items, sorted.
+    group_pairs: Vec<(GroupId, GroupId)>,
 }
 
 impl Compatible {
@@ -157,7 +159,15 @@ impl Compatible {
                 errors.push(Mismatch::MissingAtDestination { item, shape });
             }
         }
-        if errors.is_empty() { Ok(Self { src, dst, src_item }) } else { Err(Mismatches(errors)) }
+        if !errors.is_empty() {
+            return Err(Mismatches(errors));
+        }
+        let pair = |(id, &src_id): (ItemId, &ItemId)| (src.group_of(src_id), dst.group_of(id));
+        let mut group_pairs: Vec<(GroupId, GroupId)> =
+            dst.spec().iter().map(|i| i.0).zip(&src_item).map(pair).collect();
+        group_pairs.sort_unstable();
+        group_pairs.dedup();
+        Ok(Self { src, dst, src_item, group_pairs })
     }
 
     /// The engine that is read.
@@ -170,6 +180,11 @@ impl Compatible {
     #[must_use]
     pub fn dst(&self) -> &Manifest {
         &self.dst
+    }
+
+    /// Groups of the two engines that share items: (source's, destination's).
+    pub(crate) fn group_pairs(&self) -> &[(GroupId, GroupId)] {
+        &self.group_pairs
     }
 
     /// The source's id of a destination's item.

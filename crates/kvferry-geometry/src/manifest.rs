@@ -165,6 +165,8 @@ pub struct Manifest {
     groups: Vec<CacheGroup>,
     ranks: Vec<RankManifest>,
     group_of: Vec<GroupId>,
+    /// By group: block ids below this are valid on every rank.
+    blocks: Vec<BlockId>,
     digest: Digest,
 }
 
@@ -197,7 +199,8 @@ impl Manifest {
             return Err(ManifestErrors(errors));
         }
         let digest = digest_of(&spec, &groups, &ranks);
-        Ok(Self { spec, groups, ranks, group_of, digest })
+        let blocks = groups.iter().map(|g| blocks_of(g, &ranks)).collect();
+        Ok(Self { spec, groups, ranks, group_of, blocks, digest })
     }
 
     /// The model's items in this engine's order.
@@ -245,10 +248,20 @@ impl Manifest {
     /// The block ids that are valid for a group on every rank: those below this.
     #[must_use]
     pub fn blocks(&self, group: GroupId) -> BlockId {
-        let items = self.groups.get(group.index()).map_or(&[][..], |g| &g.items);
-        let views = self.ranks.iter().flat_map(|r| items.iter().filter_map(|i| r.layout.views[i.index()].as_ref()));
-        BlockId::new(views.map(|v| v.blocks).min().unwrap_or(0))
+        self.blocks.get(group.index()).copied().unwrap_or(BlockId::ZERO)
     }
+
+    /// Which tokens a group's items keep.
+    #[must_use]
+    pub fn retention(&self, group: GroupId) -> Retention {
+        let first = self.groups.get(group.index()).and_then(|g| self.spec.get(*g.items.first()?));
+        first.map_or(Retention::Full, |item| item.as_paged().retention)
+    }
+}
+
+fn blocks_of(group: &CacheGroup, ranks: &[RankManifest]) -> BlockId {
+    let views = ranks.iter().flat_map(|r| group.items.iter().filter_map(|i| r.layout.views[i.index()].as_ref()));
+    BlockId::new(views.map(|v| v.blocks).min().unwrap_or(0))
 }
 
 fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<ManifestError>) -> Vec<GroupId> {

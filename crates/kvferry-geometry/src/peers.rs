@@ -86,6 +86,8 @@ pub struct PeerMap {
     /// Destination ids of items that are placed alike.
     pub(crate) item_sets: Vec<Vec<ItemId>>,
     pairs: Vec<RankPair>,
+    /// Digests of the source's and the destination's manifest.
+    of: (Digest, Digest),
     digest: Digest,
 }
 
@@ -129,13 +131,18 @@ impl PeerMap {
             builder.shares.into_iter().map(|((dst, src), shares)| RankPair { src, dst, shares }).collect();
         let item_sets: Vec<Vec<ItemId>> = sets.into_iter().map(|s| s.items).collect();
         let digest = digest_of(c, salt, &item_sets, &pairs);
-        Ok(Self { item_sets, pairs, digest })
+        Ok(Self { item_sets, pairs, of: (c.src().digest(), c.dst().digest()), digest })
     }
 
     /// Names this map and the two manifests it was made from.
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.digest
+    }
+
+    /// Whether the map was made from these manifests.
+    pub(crate) fn is_of(&self, c: &Compatible) -> bool {
+        self.of == (c.src().digest(), c.dst().digest())
     }
 
     /// All pairs that exchange bytes, by destination, then source.

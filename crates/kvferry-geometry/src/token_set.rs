@@ -40,6 +40,25 @@ impl TokenSet {
         self.intervals.iter().map(|(a, b)| b - a).sum()
     }
 
+    /// Whether it holds every token.
+    pub(crate) fn is_all(&self) -> bool {
+        self.intervals == [(0, self.period)]
+    }
+
+    /// The first interval of the (unbounded) token axis that has a token at or after `at`, cut to start no earlier.
+    pub(crate) fn next_interval(&self, at: u64) -> Option<(u64, u64)> {
+        if self.is_all() {
+            return Some((at, u64::MAX));
+        }
+        let (turn, rest) = (at / self.period * self.period, at % self.period);
+        let i = self.intervals.partition_point(|x| x.1 <= rest);
+        let (turn, interval) = match self.intervals.get(i) {
+            Some(interval) => (turn, interval),
+            None => (turn.checked_add(self.period)?, self.intervals.first()?),
+        };
+        Some(((turn + interval.0).max(at), turn.checked_add(interval.1)?))
+    }
+
     pub(crate) fn intersect(&self, other: &Self) -> Self {
         let mut out = Vec::new();
         let (mut i, mut j) = (0, 0);

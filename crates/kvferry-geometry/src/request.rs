@@ -1,0 +1,408 @@
+//! One request: how many tokens, which blocks on each side, what each side holds already.
+//!
+//! A [`BoundRequest`] is a [`Request`] proven against two engines: block ids in range, no destination block twice, and
+//! for every group the tokens that move lie both in the destination's room and in what the source holds.
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::compat::Compatible;
+use crate::manifest::Manifest;
+use crate::spec::write_list;
+use crate::units::{BlockId, GroupId, Name, TokenRange, Tokens};
+
+/// The longest sequence, in tokens, and the largest table position; far beyond any model, so that products fit.
+const MAX_TOKENS: u64 = 1 << 40;
+
+/// Consecutive table positions with consecutive block ids.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Stretch {
+    pub(crate) position: u64,
+    pub(crate) id: u32,
+    pub(crate) count: u32,
+}
+
+/// One group's blocks of one request, by table position.
+///
+/// The entry at position `k` covers tokens `[k·block_tokens, (k+1)·block_tokens)` of the sequence. A table may start
+/// late: blocks that a window has left behind, or that a prefix hit covers, need not be listed.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct BlockTable {
+    first: u64,
+    len: u64,
+    max: u32,
+    stretches: Vec<Stretch>,
+}
+
+impl BlockTable {
+    /// A table whose entries from `first_position` on are `ids`.
+    #[must_use]
+    pub fn new(first_position: u64, ids: &[BlockId]) -> Self {
+        let mut stretches: Vec<Stretch> = Vec::new();
+        let mut max = 0;
+        let mut position = first_position;
+        // Room for the scattered case at once; growth would cost more than the walk.
+        stretches.reserve(ids.len().min(1 << 20));
+        for id in ids.iter().map(|id| id.get()) {
+            max = max.max(id);
+            match stretches.last_mut() {
+                Some(last) if last.id.checked_add(last.count) == Some(id) => last.count += 1,
+                _ => stretches.push(Stretch { position, id, count: 1 }),
+            }
+            position = position.saturating_add(1);
+        }
+        Self { first: first_position, len: ids.len() as u64, max, stretches }
+    }
+
+    /// A table of `count` consecutive ids, cut where they pass the largest id.
+    #[must_use]
+    pub fn contiguous(first_position: u64, first: BlockId, count: u32) -> Self {
+        let id = first.get();
+        if count == 0 {
+            return Self { first: first_position, ..Self::default() };
+        }
+        let count = count.min(u32::MAX - id);
+        let max = id + count.saturating_sub(1);
+        Self {
+            first: first_position,
+            len: u64::from(count),
+            max,
+            stretches: vec![Stretch { position: first_position, id, count }],
+        }
+    }
+
+    /// The position of the first entry.
+    #[must_use]
+    pub fn first_position(&self) -> u64 {
+        self.first
+    }
+
+    /// How many entries.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there is no entry.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The block ids in order of position.
+    pub fn iter(&self) -> impl Iterator<Item = BlockId> {
+        self.stretches.iter().flat_map(|s| (0..s.count).map(|i| BlockId::new(s.id + i)))
+    }
+
+    pub(crate) fn stretches(&self) -> &[Stretch] {
+        &self.stretches
+    }
+
+    /// The index of the stretch that holds a listed position.
+    pub(crate) fn stretch_at(&self, position: u64) -> usize {
+        self.stretches.partition_point(|s| s.position <= position).saturating_sub(1)
+    }
+
+    /// The block at a listed position.
+    pub(crate) fn block(&self, position: u64) -> u32 {
+        let s = self.stretches[self.stretch_at(position)];
+        s.id + u32::try_from(position - s.position).unwrap_or(0)
+    }
+
+    /// The tokens that the entries cover.
+    fn tokens(&self, block_tokens: Tokens) -> TokenRange {
+        let at = |position: u64| Tokens::new(position.saturating_mul(block_tokens.get()));
+        TokenRange::new(at(self.first), at(self.first.saturating_add(self.len)))
+    }
+
+    fn repeated(&self, blocks: u32) -> Option<BlockId> {
+        let mut seen = vec![0u64; blocks as usize / 64 + 1];
+        for s in &self.stretches {
+            for id in s.id..s.id + s.count {
+                let (word, bit) = (id as usize / 64, 1u64 << (id % 64));
+                if seen[word] & bit != 0 {
+                    return Some(BlockId::new(id));
+                }
+                seen[word] |= bit;
+            }
+        }
+        None
+    }
+}
+
+/// What may move of the source's last block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Tail {
+    /// The held tokens and nothing else.
+    #[default]
+    Exact,
+    /// The source's last block is frozen, and zero beyond the held tokens: it may move whole, as fewer descriptors.
+    Frozen,
+}
+
+/// One group of the source.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SrcGroup {
+    /// Its blocks.
+    pub table: BlockTable,
+    /// The tokens whose bytes it holds.
+    pub held: TokenRange,
+    /// What may move of the last block.
+    pub tail: Tail,
+}
+
+/// One group of the destination.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DstGroup {
+    /// Its blocks; those of cached tokens may be listed or not.
+    pub table: BlockTable,
+    /// It holds tokens `[0, cached)` already (a prefix hit); they are not touched.
+    pub cached: Tokens,
+}
+
+/// One request as its two engines state it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Request {
+    /// Length of the sequence: the destination wants `[0, tokens)`.
+    pub tokens: Tokens,
+    /// One for each group of the source, in its manifest's order.
+    pub src: Vec<SrcGroup>,
+    /// One for each group of the destination, in its manifest's order.
+    pub dst: Vec<DstGroup>,
+}
+
+/// A fault of a request.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RequestError {
+    /// Not one entry for each group.
+    #[error("the {side} lists {got} groups, but its engine has {expected}; list one for each, in its order")]
+    GroupCount {
+        /// Which side.
+        side: crate::batch::Side,
+        /// Groups listed.
+        got: usize,
+        /// Groups of the engine.
+        expected: usize,
+    },
+    /// A sequence or a table position beyond all reason.
+    #[error("{what} is {got}, beyond the limit of {limit}")]
+    TooLong {
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// A block id that some rank doesn't have.
+    #[error("{side} group {group}: block {block} is out of range; every rank has blocks 0 to {blocks} (exclusive)")]
+    BlockOutOfRange {
+        /// Which side.
+        side: crate::batch::Side,
+        /// The group.
+        group: Name,
+        /// The largest id listed.
+        block: BlockId,
+        /// Blocks that every rank has.
+        blocks: BlockId,
+    },
+    /// A destination block stands twice in one group.
+    #[error("destination group {group}: block {block} is listed twice; two tokens would share its bytes")]
+    RepeatedBlock {
+        /// The group.
+        group: Name,
+        /// The block.
+        block: BlockId,
+    },
+    /// The destination lists too few blocks.
+    #[error("destination group {group}: tokens {need} are needed, but its {blocks} blocks have room for {room} only")]
+    NoRoom {
+        /// The group.
+        group: Name,
+        /// Tokens needed.
+        need: TokenRange,
+        /// Tokens that the listed blocks cover.
+        room: TokenRange,
+        /// Blocks listed.
+        blocks: u64,
+    },
+    /// The source doesn't hold what is needed.
+    #[error("source group {group}: tokens {need} are needed, it holds {held}, and its {blocks} blocks cover {listed}")]
+    NotHeld {
+        /// The group.
+        group: Name,
+        /// Tokens needed.
+        need: TokenRange,
+        /// Tokens held.
+        held: TokenRange,
+        /// Tokens that the listed blocks cover.
+        listed: TokenRange,
+        /// Blocks listed.
+        blocks: u64,
+    },
+}
+
+/// Every fault of a request.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RequestErrors(pub Vec<RequestError>);
+
+impl fmt::Display for RequestErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_list(f, &self.0)
+    }
+}
+impl core::error::Error for RequestErrors {}
+
+/// What moves of the items that one source group and one destination group share.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct GroupMove {
+    /// Group of the source engine.
+    pub src_group: GroupId,
+    /// Group of the destination engine.
+    pub dst_group: GroupId,
+    /// Exactly these tokens move; empty when the destination needs nothing.
+    pub range: TokenRange,
+    /// The destination's listed tokens that are zeroed as part of delivery: those after the moved ones.
+    pub zero: TokenRange,
+}
+
+/// A request proven against its two engines.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BoundRequest {
+    moves: Vec<GroupMove>,
+    src: Vec<BlockTable>,
+    dst: Vec<BlockTable>,
+}
+
+impl BoundRequest {
+    /// Checks a request against two engines.
+    ///
+    /// # Errors
+    /// All faults at once, with group names and both values.
+    pub fn new(c: &Compatible, request: Request) -> Result<Self, RequestErrors> {
+        use crate::batch::Side::{Dst, Src};
+        let mut errors = Vec::new();
+        let (src_groups, dst_groups) = (c.src().groups(), c.dst().groups());
+        for (side, got, expected) in
+            [(Src, request.src.len(), src_groups.len()), (Dst, request.dst.len(), dst_groups.len())]
+        {
+            if got != expected {
+                errors.push(RequestError::GroupCount { side, got, expected });
+            }
+        }
+        if request.tokens.get() > MAX_TOKENS {
+            errors.push(RequestError::TooLong { what: "the sequence", got: request.tokens.get(), limit: MAX_TOKENS });
+        }
+        if !errors.is_empty() {
+            return Err(RequestErrors(errors));
+        }
+        for (id, group) in (0u32..).map(GroupId::new).zip(&request.src) {
+            check_table(Src, c.src(), id, &group.table, &mut errors);
+        }
+        for (id, group) in (0u32..).map(GroupId::new).zip(&request.dst) {
+            check_table(Dst, c.dst(), id, &group.table, &mut errors);
+        }
+        let mut moves = Vec::new();
+        if errors.is_empty() {
+            for &(src_group, dst_group) in c.group_pairs() {
+                moves.push(move_of(c, &request, src_group, dst_group, &mut errors));
+            }
+        }
+        if !errors.is_empty() {
+            errors.dedup();
+            return Err(RequestErrors(errors));
+        }
+        Ok(Self {
+            moves,
+            src: request.src.into_iter().map(|g| g.table).collect(),
+            dst: request.dst.into_iter().map(|g| g.table).collect(),
+        })
+    }
+
+    /// What moves, for every pair of groups that share items.
+    #[must_use]
+    pub fn moves(&self) -> &[GroupMove] {
+        &self.moves
+    }
+
+    /// Whether nothing moves: the destination has all it needs.
+    #[must_use]
+    pub fn is_full_hit(&self) -> bool {
+        self.moves.iter().all(|m| m.range.is_empty())
+    }
+
+    pub(crate) fn src_table(&self, group: GroupId) -> &BlockTable {
+        &self.src[group.index()]
+    }
+
+    pub(crate) fn dst_table(&self, group: GroupId) -> &BlockTable {
+        &self.dst[group.index()]
+    }
+}
+
+fn check_table(
+    side: crate::batch::Side,
+    manifest: &Manifest,
+    id: GroupId,
+    table: &BlockTable,
+    errors: &mut Vec<RequestError>,
+) {
+    let group = &manifest.groups()[id.index()];
+    let last = table.first.saturating_add(table.len);
+    if last.saturating_mul(group.block_tokens.get()) > MAX_TOKENS * 2 {
+        errors.push(RequestError::TooLong { what: "a table's last position", got: last, limit: MAX_TOKENS });
+    }
+    let blocks = manifest.blocks(id);
+    if !table.is_empty() && table.max >= blocks.get() {
+        let (group, block) = (group.name.clone(), BlockId::new(table.max));
+        errors.push(RequestError::BlockOutOfRange { side, group, block, blocks });
+    } else if side == crate::batch::Side::Dst {
+        if let Some(block) = table.repeated(blocks.get()) {
+            errors.push(RequestError::RepeatedBlock { group: group.name.clone(), block });
+        }
+    }
+}
+
+/// `need = retention ∩ [cached, n)`; it must lie in the destination's room and in what the source holds.
+fn move_of(
+    c: &Compatible,
+    request: &Request,
+    src_group: GroupId,
+    dst_group: GroupId,
+    errors: &mut Vec<RequestError>,
+) -> GroupMove {
+    let (src, dst) = (&request.src[src_group.index()], &request.dst[dst_group.index()]);
+    let (src_info, dst_info) = (&c.src().groups()[src_group.index()], &c.dst().groups()[dst_group.index()]);
+    let n = request.tokens;
+    let need = c.dst().retention(dst_group).needed(n).intersect(TokenRange::new(dst.cached, n));
+    let none = TokenRange::new(need.end(), need.end());
+    if need.is_empty() {
+        return GroupMove { src_group, dst_group, range: none, zero: none };
+    }
+    let room = dst.table.tokens(dst_info.block_tokens);
+    if !room.contains(need) {
+        let (group, blocks) = (dst_info.name.clone(), dst.table.len());
+        errors.push(RequestError::NoRoom { group, need, room, blocks });
+    }
+    let listed = src.table.tokens(src_info.block_tokens);
+    if !src.held.contains(need) || !listed.contains(need) {
+        let (group, blocks) = (src_info.name.clone(), src.table.len());
+        errors.push(RequestError::NotHeld { group, need, held: src.held, listed, blocks });
+    }
+    let end = match src.tail {
+        // A source that holds more than is asked for has other tokens there, not zeros.
+        Tail::Frozen if src.held.end() == need.end() => {
+            let block = src_info.block_tokens.get();
+            Tokens::new(need.end().get().next_multiple_of(block.max(1)).min(room.end().get()))
+        }
+        Tail::Frozen | Tail::Exact => need.end(),
+    };
+    GroupMove {
+        src_group,
+        dst_group,
+        range: TokenRange::new(need.start(), end),
+        zero: TokenRange::new(end, room.end()),
+    }
+}
