@@ -1,0 +1,256 @@
+//! How two owners meet: each sends one hello, each judges the other's.
+//!
+//! ```text
+//!   opened --[send Hello]--> Greeting --Hello ok--> Established
+//!                               |  \----Hello bad-> Refusal (sent to the peer; the link is closed)
+//!                               \---Refused-------> RefusedByPeer
+//! ```
+//!
+//! The exchange is symmetric: who connected, and who will read from whom, makes no difference. What is compared: the
+//! versions (there must be a common one), the engine ids (the one expected; not our own), the model identity. What the
+//! two engines' caches look like is not a matter of the handshake: [`Compatible`](kvferry_geometry::compat::Compatible)
+//! compares it for each direction that is really used.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvferry_geometry::digest::Digest;
+
+use crate::manifest::EngineManifest;
+use crate::names::{EngineId, ModelIdentity};
+
+/// Protocol versions that are understood, both ends included.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Versions {
+    /// The oldest.
+    pub min: u16,
+    /// The newest.
+    pub max: u16,
+}
+
+impl Versions {
+    /// What this crate speaks.
+    pub const OURS: Self = Self { min: 1, max: 1 };
+
+    /// The newest version of both.
+    #[must_use]
+    pub fn common(self, other: Self) -> Option<u16> {
+        let newest = self.max.min(other.max);
+        (newest >= self.min.max(other.min)).then_some(newest)
+    }
+}
+
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} to {}", self.min, self.max)
+    }
+}
+
+/// Optional abilities, one bit each; what both sides have may be used. None is defined yet, and unknown bits are
+/// ignored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Abilities(pub u64);
+
+impl Abilities {
+    /// What this crate can do.
+    pub const OURS: Self = Self(0);
+
+    /// What both can do.
+    #[must_use]
+    pub const fn common(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+/// Whether unequal model identities are a mismatch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum IdentityCheck {
+    /// They are.
+    #[default]
+    Required,
+    /// They are not: the caller vouches that the caches mean the same.
+    Off,
+}
+
+/// What one owner tells another first.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Hello {
+    /// Versions it speaks.
+    pub versions: Versions,
+    /// What it can do.
+    pub abilities: Abilities,
+    /// What its cache's bytes mean.
+    pub identity: ModelIdentity,
+    /// The digest that it computed of its manifest.
+    pub digest: Digest,
+    /// Its manifest, with engine id and epoch.
+    pub manifest: Arc<EngineManifest>,
+}
+
+/// What an owner is, for all its handshakes.
+#[derive(Clone, Debug)]
+pub struct LocalSide {
+    /// What its cache's bytes mean.
+    pub identity: ModelIdentity,
+    /// Whether that must be equal.
+    pub check: IdentityCheck,
+    /// Its manifest.
+    pub manifest: Arc<EngineManifest>,
+}
+
+/// One reason not to talk.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HelloMismatch {
+    /// No common version.
+    #[error("protocol versions: ours are {ours}, the peer's {theirs}; upgrade the older side")]
+    Version {
+        /// Ours.
+        ours: Versions,
+        /// The peer's.
+        theirs: Versions,
+    },
+    /// Another engine answered.
+    #[error("engine id: expected {expected}, got {got}; the address belongs to another engine")]
+    WrongEngine {
+        /// Whom we wanted.
+        expected: EngineId,
+        /// Who answered.
+        got: EngineId,
+    },
+    /// The peer has our own id.
+    #[error(
+        "engine id: the peer is {got}, which is this engine's own id; give each engine (and data-parallel rank) its own"
+    )]
+    OwnEngine {
+        /// The id.
+        got: EngineId,
+    },
+    /// The caches' bytes don't mean the same.
+    #[error(
+        "model identity: ours is {ours:?}, the peer's {theirs:?}; serve one model on both, or switch the check off"
+    )]
+    Identity {
+        /// Ours.
+        ours: ModelIdentity,
+        /// The peer's.
+        theirs: ModelIdentity,
+    },
+    /// The peer's digest of its manifest is not what we compute.
+    #[error(
+        "manifest digest: the peer says {claimed:.16}, its manifest gives {computed:.16}; the two sides encode differently"
+    )]
+    Digest {
+        /// What the peer says.
+        claimed: Digest,
+        /// What its manifest gives.
+        computed: Digest,
+    },
+}
+
+/// Every reason not to talk.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Refusal(pub Vec<HelloMismatch>);
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, m) in self.0.iter().enumerate() {
+            if i > 0 {
+                f.write_str("\n")?;
+            }
+            write!(f, "{m}")?;
+        }
+        Ok(())
+    }
+}
+impl std::error::Error for Refusal {}
+
+/// Our hello is sent, the peer's is awaited.
+#[derive(Clone, Debug)]
+pub struct Greeting {
+    local: Arc<LocalSide>,
+    expected: Option<EngineId>,
+}
+
+/// Both hellos are in order.
+#[derive(Clone, Debug)]
+pub struct Established {
+    /// The version that both speak.
+    pub version: u16,
+    /// What both can do.
+    pub abilities: Abilities,
+    /// The peer.
+    pub peer: Arc<EngineManifest>,
+}
+
+impl Greeting {
+    /// Begins: gives the hello to send. `expected` is the engine that must answer, where we know.
+    #[must_use]
+    pub fn start(local: Arc<LocalSide>, expected: Option<EngineId>) -> (Self, Hello) {
+        let hello = Hello {
+            versions: Versions::OURS,
+            abilities: Abilities::OURS,
+            identity: local.identity.clone(),
+            digest: local.manifest.digest(),
+            manifest: local.manifest.clone(),
+        };
+        (Self { local, expected }, hello)
+    }
+
+    /// Judges the peer's hello.
+    ///
+    /// # Errors
+    /// Every mismatch; send it to the peer and close the link.
+    pub fn on_hello(self, hello: &Hello) -> Result<Established, Refusal> {
+        let mut found = Vec::new();
+        let (ours, theirs) = (Versions::OURS, hello.versions);
+        let version = ours.common(theirs);
+        if version.is_none() {
+            found.push(HelloMismatch::Version { ours, theirs });
+        }
+        let got = hello.manifest.engine();
+        if got == self.local.manifest.engine() {
+            found.push(HelloMismatch::OwnEngine { got: got.clone() });
+        }
+        if let Some(expected) = self.expected.filter(|e| e != got) {
+            found.push(HelloMismatch::WrongEngine { expected, got: got.clone() });
+        }
+        if self.local.check == IdentityCheck::Required && self.local.identity != hello.identity {
+            let (ours, theirs) = (self.local.identity.clone(), hello.identity.clone());
+            found.push(HelloMismatch::Identity { ours, theirs });
+        }
+        let computed = hello.manifest.digest();
+        if computed != hello.digest {
+            found.push(HelloMismatch::Digest { claimed: hello.digest, computed });
+        }
+        match version {
+            Some(version) if found.is_empty() => Ok(Established {
+                version,
+                abilities: Abilities::OURS.common(hello.abilities),
+                peer: hello.manifest.clone(),
+            }),
+            _ => Err(Refusal(found)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_meet_or_not() {
+        let v = |min, max| Versions { min, max };
+        for (a, b, common) in [
+            (v(1, 1), v(1, 1), Some(1)),
+            (v(1, 3), v(2, 5), Some(3)),
+            (v(2, 5), v(1, 3), Some(3)),
+            (v(1, 2), v(3, 4), None),
+            (v(3, 4), v(1, 2), None),
+            (v(1, 9), v(4, 4), Some(4)),
+            (v(5, 1), v(1, 9), None),
+        ] {
+            assert_eq!(a.common(b), common, "{a} with {b}");
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The messages between the owners of two engines, after their hellos.
+
+use std::time::Duration;
+
+use kvferry_geometry::digest::Digest;
+use kvferry_geometry::request::{DstGroup, SrcGroup};
+use kvferry_geometry::units::{RankId, Tokens};
+
+use crate::handshake::Hello;
+use crate::names::{ContentKey, Epoch, Fence};
+
+/// One message between two owners.
+#[derive(Clone, PartialEq, Debug)]
+#[non_exhaustive]
+pub enum PeerMessage {
+    /// The first, from both sides.
+    Hello(Hello),
+    /// Instead of going on: why not. The link is closed after it.
+    Refused(Vec<String>),
+    /// Consumer to producer: may I read this lease?
+    Bind(Bind),
+    /// The answer.
+    BindAnswer(BindAnswer),
+    /// Consumer to producer: my ranks' reads have ended.
+    Release(Release),
+    /// The answer.
+    ReleaseAnswer(ReleaseAnswer),
+    /// Consumer to producer: digest these of your bytes.
+    RunDigest(RunDigest),
+    /// The answer.
+    RunDigestAnswer(RunDigestAnswer),
+}
+
+/// May I read this lease?
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Bind {
+    /// The lease.
+    pub fence: Fence,
+    /// What the consumer thinks the cache was computed from.
+    pub content_key: ContentKey,
+    /// The salt of the map of peers.
+    pub salt: u64,
+    /// The digest of that map as the consumer computes it.
+    pub peer_map: Digest,
+}
+
+/// The answer to a bind.
+#[derive(Clone, PartialEq, Debug)]
+pub enum BindAnswer {
+    /// Read.
+    Bound(Grant),
+    /// Don't.
+    Refused {
+        /// The lease asked for.
+        fence: Fence,
+        /// Why not.
+        reason: BindRefusal,
+    },
+}
+
+/// What a consumer may read.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Grant {
+    /// The lease.
+    pub fence: Fence,
+    /// The producer's blocks and held tokens, one entry for each of its groups.
+    pub groups: Vec<SrcGroup>,
+    /// How long the lease lasts, counted from when this was sent; `None` for a lease without expiry.
+    pub time_left: Option<Duration>,
+}
+
+/// Why a lease may not be read.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindRefusal {
+    /// The fence names another engine.
+    #[error("the reference is for another engine than the one that answered")]
+    WrongEngine,
+    /// The engine has been restarted since.
+    #[error("the reference is from an earlier life of the engine (its epoch is now {current:.8}); prefill again")]
+    StaleEpoch {
+        /// The present epoch.
+        current: Epoch,
+    },
+    /// Never offered, or closed: released, withdrawn, or its consumer was lost.
+    #[error("the lease is not open: it was released or withdrawn, or never offered")]
+    UnknownLease,
+    /// Another request reads it, or has bound it before.
+    #[error("the lease is bound already by another request")]
+    AlreadyBound,
+    /// Another attempt is due.
+    #[error("attempt {got} was asked for, attempt {expected} is due")]
+    WrongAttempt {
+        /// The one due.
+        expected: u32,
+        /// The one asked for.
+        got: u32,
+    },
+    /// The two sides would compute the cache from different inputs.
+    #[error("the content keys differ: the producer computed this cache from other tokens, adapter or inputs")]
+    WrongContent,
+    /// The two sides' maps of who reads what differ.
+    #[error("the maps of peers differ: the producer's is {ours:.16}; the two sides run different planners")]
+    PeerMapDiffers {
+        /// The producer's.
+        ours: Digest,
+    },
+    /// The two caches don't describe one model.
+    #[error("the caches do not match: {0}")]
+    Incompatible(String),
+}
+
+/// How the consumer's reads ended.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ReadsEnd {
+    /// Every named source was read.
+    Complete,
+    /// The consumer has given up; none of its ranks reads any more.
+    Abandoned,
+}
+
+/// My ranks' reads have ended.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Release {
+    /// The lease.
+    pub fence: Fence,
+    /// How they ended.
+    pub reads: ReadsEnd,
+}
+
+/// What became of the bytes while they were read.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Verdict {
+    /// The blocks were held until now: what was read is the lease's.
+    Held,
+    /// They were not, or nobody knows.
+    Stale,
+}
+
+/// The answer to a release.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReleaseAnswer {
+    /// The lease.
+    pub fence: Fence,
+    /// The verdict.
+    pub verdict: Verdict,
+}
+
+/// The most windows of one question.
+pub const MAX_WINDOWS: usize = 64;
+/// The most pieces of one answer.
+pub const MAX_PIECES: usize = 1 << 16;
+
+/// A stretch of the byte stream that a batch's runs make in order, and the length of the pieces it is digested in. The
+/// last piece may be shorter.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Window {
+    /// First byte of the stream.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Bytes of one piece, at least 1.
+    pub piece: u64,
+}
+
+impl Window {
+    /// How many pieces; `None` if a piece has no bytes or the window passes the end of 64 bits.
+    #[must_use]
+    pub fn pieces(self) -> Option<u64> {
+        self.start.checked_add(self.len)?;
+        (self.piece > 0).then(|| self.len.div_ceil(self.piece))
+    }
+}
+
+/// The digest of one piece: the first half of its BLAKE3.
+pub type PieceDigest = [u8; 16];
+
+/// Digest these of your bytes: the runs of one consumer in batch order, read at the producer.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RunDigest {
+    /// The lease; bound by the asker.
+    pub fence: Fence,
+    /// The producer's rank.
+    pub src: RankId,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// Length of the sequence, as in the consumer's request.
+    pub tokens: Tokens,
+    /// The consumer's blocks and what it had cached, as in its request.
+    pub groups: Vec<DstGroup>,
+    /// What to digest.
+    pub windows: Vec<Window>,
+}
+
+/// The answer: the windows' pieces in order, or why not.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RunDigestAnswer {
+    /// The lease.
+    pub fence: Fence,
+    /// The producer's rank.
+    pub src: RankId,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// The digests.
+    pub pieces: Result<Vec<PieceDigest>, String>,
+}

@@ -1,0 +1,61 @@
+//! Lists with a bound on the number of elements, that reserve nothing for elements that have not arrived.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A list of at most `N` elements.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) struct List<T, const N: usize>(pub(super) Vec<T>);
+
+impl<T, const N: usize> FromIterator<T> for List<T, N> {
+    fn from_iter<I: IntoIterator<Item = T>>(iter: I) -> Self {
+        Self(iter.into_iter().collect())
+    }
+}
+
+impl<T, const N: usize> IntoIterator for List<T, N> {
+    type Item = T;
+    type IntoIter = std::vec::IntoIter<T>;
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<T: Serialize, const N: usize> Serialize for List<T, N> {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_seq(&self.0)
+    }
+}
+
+impl<'de, T: Deserialize<'de>, const N: usize> Deserialize<'de> for List<T, N> {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        struct Elements<T, const N: usize>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for Elements<T, N> {
+            type Value = List<T, N>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "at most {N} elements")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+                if seq.size_hint().is_some_and(|n| n > N) {
+                    return Err(A::Error::invalid_length(N, &self));
+                }
+                // Grown as elements arrive: an announced number reserves nothing.
+                let mut out = Vec::new();
+                while let Some(element) = seq.next_element()? {
+                    if out.len() == N {
+                        return Err(A::Error::invalid_length(N, &self));
+                    }
+                    out.push(element);
+                }
+                Ok(List(out))
+            }
+        }
+        d.deserialize_seq(Elements(PhantomData))
+    }
+}

@@ -1,0 +1,293 @@
+//! The one place where a peer's bytes become values of the crates' own types, and back.
+//!
+//! Every check of a foreign value is made here or in the constructor that is called here
+//! ([`Manifest::new`](kvferry_geometry::manifest::Manifest::new), [`EngineId::new`](crate::names::EngineId::new), ...).
+//! What can't be told without knowing our own side (are the block ids in range? do the two caches match?) is not asked
+//! here.
+
+use kvferry_geometry::manifest::ManifestErrors;
+use kvferry_geometry::spec::SpecErrors;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Frame, MAGIC, MAX_FRAME, WireError, dto, frame, kind};
+use crate::handshake::{Abilities, Hello, Versions};
+use crate::manifest::ContactError;
+use crate::names::{ModelIdentity, NameError};
+use crate::peer::PeerMessage;
+use crate::rank::{FromRank, ToRank};
+
+mod geometry;
+mod messages;
+mod request;
+
+/// The most entries of all block tables of one message.
+pub const MAX_TABLE_ENTRIES: u64 = 1 << 22;
+/// The longest text in a message, in bytes.
+pub const MAX_TEXT: usize = 16 << 10;
+
+/// Something well-formed that makes no sense: the peer's fault.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConvertError {
+    /// A name.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// The list of items.
+    #[error("the model's items: {0}")]
+    Spec(#[from] SpecErrors),
+    /// The whole description.
+    #[error("the manifest: {0}")]
+    Manifest(#[from] ManifestErrors),
+    /// The transport blobs.
+    #[error(transparent)]
+    Contacts(#[from] ContactError),
+    /// An empty interval of heads.
+    #[error("item {item}: heads [{start}, {end}) are no interval")]
+    Heads {
+        /// The item's id.
+        item: u32,
+        /// First head.
+        start: u32,
+        /// One past the last.
+        end: u32,
+    },
+    /// A token class that there is not.
+    #[error("item {item}: token class {index} of {count}, {interleave} at a time, is none")]
+    TokenClass {
+        /// The item's id.
+        item: u32,
+        /// How many share the tokens.
+        count: u32,
+        /// Tokens at a time.
+        interleave: u32,
+        /// Which one.
+        index: u32,
+    },
+    /// A list of items is longer than any model's.
+    #[error("{what} counts {got} items, more than {limit}")]
+    ItemCount {
+        /// Which list.
+        what: &'static str,
+        /// Its length.
+        got: u32,
+        /// The limit.
+        limit: usize,
+    },
+    /// An item id beyond its list, or twice in it.
+    #[error("item id {item} is beyond its list or stands in it twice")]
+    ItemId {
+        /// The id.
+        item: u32,
+    },
+    /// An interval that ends before it starts.
+    #[error("tokens [{start}, {end}) are no interval")]
+    Tokens {
+        /// First token.
+        start: u64,
+        /// One past the last.
+        end: u64,
+    },
+    /// The block tables are too long.
+    #[error("the block tables of one message list more than {limit} blocks")]
+    Tables {
+        /// The limit.
+        limit: u64,
+    },
+    /// Block ids that pass 32 bits.
+    #[error("a run of {count} blocks from {first} on passes the largest id")]
+    Blocks {
+        /// First id.
+        first: u32,
+        /// How many.
+        count: u32,
+    },
+    /// A text is too long.
+    #[error("a text of {got} bytes is longer than {limit}")]
+    Text {
+        /// Its length.
+        got: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// A digest window is empty, overflows, or the windows ask for too many pieces.
+    #[error("the digest windows are not valid, or ask for more than {limit} pieces")]
+    Windows {
+        /// The most pieces.
+        limit: usize,
+    },
+}
+
+type Converted<T> = Result<T, ConvertError>;
+
+pub(super) fn peer_message(frame: &Frame) -> Result<PeerMessage, WireError> {
+    Ok(match frame.kind {
+        kind::HELLO => PeerMessage::Hello(hello(&frame.body)?),
+        kind::REFUSED => PeerMessage::Refused(read::<dto::Refused, messages::Reasons>("refusal", frame)?.0),
+        kind::BIND => PeerMessage::Bind(read::<dto::Bind, _>("bind", frame)?),
+        kind::BIND_ANSWER => PeerMessage::BindAnswer(read::<dto::BindAnswer, _>("bind answer", frame)?),
+        kind::RELEASE => PeerMessage::Release(read::<dto::Release, _>("release", frame)?),
+        kind::RELEASE_ANSWER => PeerMessage::ReleaseAnswer(read::<dto::ReleaseAnswer, _>("release answer", frame)?),
+        kind::RUN_DIGEST => PeerMessage::RunDigest(read::<dto::RunDigest, _>("run digest", frame)?),
+        kind::RUN_DIGEST_ANSWER => {
+            PeerMessage::RunDigestAnswer(read::<dto::RunDigestAnswer, _>("run digest answer", frame)?)
+        }
+        got => return Err(WireError::UnknownKind { got }),
+    })
+}
+
+pub(super) fn from_rank(frame: &Frame) -> Result<FromRank, WireError> {
+    Ok(match frame.kind {
+        kind::JOIN => FromRank::Join(read::<dto::Join, _>("join", frame)?),
+        kind::PULLED => read::<dto::Pulled, _>("pull result", frame)?,
+        kind::DIGEST_WANTED => read::<dto::DigestWanted, _>("digest question", frame)?,
+        kind::DIGESTED => read::<dto::Digested, _>("digest result", frame)?,
+        got => return Err(WireError::UnknownKind { got }),
+    })
+}
+
+pub(super) fn to_rank(frame: &Frame) -> Result<ToRank, WireError> {
+    Ok(match frame.kind {
+        kind::WELCOME => ToRank::Welcome(read::<dto::Engine, messages::Shared>("welcome", frame)?.0),
+        kind::JOIN_REFUSED => ToRank::Refused(read::<String, messages::Text>("refusal", frame)?.0),
+        kind::PEER => ToRank::Peer(read::<dto::Engine, messages::Shared>("peer", frame)?.0),
+        kind::FORGET => ToRank::Forget(read::<[u8; 32], messages::Named>("forget", frame)?.0),
+        kind::PULL => ToRank::Pull(read::<dto::Pull, _>("pull order", frame)?),
+        kind::CANCEL => ToRank::Cancel(read::<u64, messages::Cancelled>("cancel", frame)?.0),
+        kind::DIGEST => ToRank::Digest(read::<dto::DigestOrder, _>("digest order", frame)?),
+        kind::DIGEST_ANSWER => read::<dto::DigestAnswer, _>("digest answer", frame)?,
+        got => return Err(WireError::UnknownKind { got }),
+    })
+}
+
+pub(super) fn encode_peer(message: &PeerMessage) -> Result<Vec<u8>, WireError> {
+    match message {
+        PeerMessage::Hello(m) => write_hello(m),
+        PeerMessage::Refused(reasons) => {
+            let reasons = reasons.iter().take(dto::MAX_REASONS).map(|r| clip(r)).collect();
+            write("refusal", kind::REFUSED, &dto::Refused(reasons))
+        }
+        PeerMessage::Bind(m) => write("bind", kind::BIND, &dto::Bind::from(m)),
+        PeerMessage::BindAnswer(m) => write("bind answer", kind::BIND_ANSWER, &dto::BindAnswer::from(m)),
+        PeerMessage::Release(m) => write("release", kind::RELEASE, &dto::Release::from(m)),
+        PeerMessage::ReleaseAnswer(m) => write("release answer", kind::RELEASE_ANSWER, &dto::ReleaseAnswer::from(m)),
+        PeerMessage::RunDigest(m) => write("run digest", kind::RUN_DIGEST, &dto::RunDigest::from(m)),
+        PeerMessage::RunDigestAnswer(m) => {
+            write("run digest answer", kind::RUN_DIGEST_ANSWER, &dto::RunDigestAnswer::from(m))
+        }
+    }
+}
+
+pub(super) fn encode_from_rank(message: &FromRank) -> Result<Vec<u8>, WireError> {
+    match message {
+        FromRank::Join(m) => write("join", kind::JOIN, &dto::Join::from(m)),
+        FromRank::Pulled { pull, result } => {
+            let result = result.as_ref().map(dto::RankReport::from).map_err(dto::RankFault::from);
+            write("pull result", kind::PULLED, &dto::Pulled { pull: pull.0, result })
+        }
+        FromRank::DigestWanted { pull, src, windows } => {
+            let windows = messages::write_windows(windows);
+            write("digest question", kind::DIGEST_WANTED, &dto::DigestWanted { pull: pull.0, src: src.get(), windows })
+        }
+        FromRank::Digested { ticket, pieces } => {
+            let pieces = messages::write_pieces(pieces);
+            write("digest result", kind::DIGESTED, &dto::Digested { ticket: *ticket, pieces })
+        }
+    }
+}
+
+pub(super) fn encode_to_rank(message: &ToRank) -> Result<Vec<u8>, WireError> {
+    match message {
+        ToRank::Welcome(m) => write("welcome", kind::WELCOME, &dto::Engine::from(&**m)),
+        ToRank::Refused(reason) => write("refusal", kind::JOIN_REFUSED, &clip(reason)),
+        ToRank::Peer(m) => write("peer", kind::PEER, &dto::Engine::from(&**m)),
+        ToRank::Forget(digest) => write("forget", kind::FORGET, digest.as_bytes()),
+        ToRank::Pull(m) => write("pull order", kind::PULL, &dto::Pull::from(m)),
+        ToRank::Cancel(pull) => write("cancel", kind::CANCEL, &pull.0),
+        ToRank::Digest(m) => write("digest order", kind::DIGEST, &dto::DigestOrder::from(m)),
+        ToRank::DigestAnswer { pull, src, pieces } => {
+            let pieces = messages::write_pieces(pieces);
+            write("digest answer", kind::DIGEST_ANSWER, &dto::DigestAnswer { pull: pull.0, src: src.get(), pieces })
+        }
+    }
+}
+
+/// The head of a hello can be read whatever the version; the rest only if there is a common one.
+fn hello(body: &[u8]) -> Result<Hello, WireError> {
+    let what = "hello";
+    let Some((magic, rest)) = body.split_first_chunk::<4>().filter(|(m, _)| **m == MAGIC) else {
+        return Err(WireError::Magic { got: body[..body.len().min(MAGIC.len())].to_vec() });
+    };
+    debug_assert_eq!(*magic, MAGIC);
+    let Some((&[a, b, c, d], rest)) = rest.split_first_chunk::<4>() else {
+        return Err(WireError::Body { what, len: body.len(), reason: "it ends inside its versions".into() });
+    };
+    let theirs = Versions { min: u16::from_le_bytes([a, b]), max: u16::from_le_bytes([c, d]) };
+    let ours = Versions::OURS;
+    if ours.common(theirs).is_none() {
+        return Err(WireError::Version { ours, theirs });
+    }
+    let d: dto::Hello = parse(what, rest)?;
+    let meaning = |error| WireError::Meaning { what, error };
+    Ok(Hello {
+        versions: theirs,
+        abilities: Abilities(d.abilities),
+        identity: ModelIdentity::new(&d.identity).map_err(|e| meaning(e.into()))?,
+        digest: kvferry_geometry::digest::Digest::from_bytes(d.digest),
+        manifest: messages::Shared::try_from(d.manifest).map_err(meaning)?.0,
+    })
+}
+
+fn write_hello(hello: &Hello) -> Result<Vec<u8>, WireError> {
+    let rest = dto::Hello {
+        abilities: hello.abilities.0,
+        identity: hello.identity.as_str().into(),
+        digest: *hello.digest.as_bytes(),
+        manifest: dto::Engine::from(&*hello.manifest),
+    };
+    let mut body = MAGIC.to_vec();
+    body.extend_from_slice(&hello.versions.min.to_le_bytes());
+    body.extend_from_slice(&hello.versions.max.to_le_bytes());
+    let body = postcard::to_extend(&rest, body).map_err(|e| not_written("hello", &e))?;
+    framed("hello", kind::HELLO, &body)
+}
+
+fn read<D: DeserializeOwned, T: TryFrom<D, Error = ConvertError>>(
+    what: &'static str,
+    frame: &Frame,
+) -> Result<T, WireError> {
+    let d: D = parse(what, &frame.body)?;
+    T::try_from(d).map_err(|error| WireError::Meaning { what, error })
+}
+
+fn parse<D: DeserializeOwned>(what: &'static str, body: &[u8]) -> Result<D, WireError> {
+    let (value, rest) = postcard::take_from_bytes(body).map_err(|e| WireError::Body {
+        what,
+        len: body.len(),
+        reason: e.to_string(),
+    })?;
+    if rest.is_empty() { Ok(value) } else { Err(WireError::Trailing { what, extra: rest.len() }) }
+}
+
+fn write<D: Serialize>(what: &'static str, kind: u16, d: &D) -> Result<Vec<u8>, WireError> {
+    let body = postcard::to_allocvec(d).map_err(|e| not_written(what, &e))?;
+    framed(what, kind, &body)
+}
+
+fn framed(what: &'static str, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireError> {
+    frame::encode(kind, body).ok_or(WireError::TooLong { what, got: body.len(), limit: MAX_FRAME })
+}
+
+fn not_written(what: &'static str, error: &postcard::Error) -> WireError {
+    WireError::Body { what, len: 0, reason: error.to_string() }
+}
+
+fn text(text: String) -> Converted<String> {
+    if text.len() > MAX_TEXT { Err(ConvertError::Text { got: text.len(), limit: MAX_TEXT }) } else { Ok(text) }
+}
+
+/// A text of ours, cut to what a peer takes.
+fn clip(text: &str) -> String {
+    let end = (0..=text.len().min(MAX_TEXT)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+    text[..end].into()
+}

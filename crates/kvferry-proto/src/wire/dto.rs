@@ -1,0 +1,354 @@
+//! Data transfer objects: what postcard encodes. No invariants live here; see [`convert`](super::convert).
+
+use serde::{Deserialize, Serialize};
+
+use super::bounded::List;
+use crate::manifest::MAX_BLOB;
+use crate::peer::{MAX_PIECES, MAX_WINDOWS};
+use crate::rank::MAX_BAD_BLOCKS;
+
+pub(super) const MAX_ITEMS: usize = kvferry_geometry::spec::MAX_ITEMS;
+pub(super) const MAX_COMPONENTS: usize = kvferry_geometry::spec::MAX_COMPONENTS;
+pub(super) const MAX_RANKS: usize = kvferry_geometry::placement::MAX_RANKS as usize;
+pub(super) const MAX_REGIONS: usize = 1 << 16;
+pub(super) const MAX_RUNS: usize = 1 << 20;
+pub(super) const MAX_REASONS: usize = 64;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Component {
+    pub(super) name: String,
+    pub(super) width: u64,
+    pub(super) encoding: String,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Retention {
+    Full,
+    Window(u64),
+    Chunk(u64),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum ItemKind {
+    Paged { heads: u32, components: List<Component, MAX_COMPONENTS>, retention: Retention },
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Item {
+    pub(super) name: String,
+    pub(super) kind: ItemKind,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Group {
+    pub(super) name: String,
+    pub(super) items: List<u32, MAX_ITEMS>,
+    pub(super) block_tokens: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum MemoryKind {
+    Host,
+    Device(u32),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Region {
+    pub(super) len: u64,
+    pub(super) kind: MemoryKind,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct ComponentView {
+    pub(super) name: String,
+    pub(super) offset: u64,
+    pub(super) head_stride: u64,
+    pub(super) entry_stride: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct View {
+    pub(super) region: u32,
+    pub(super) offset: u64,
+    pub(super) block_stride: u64,
+    pub(super) blocks: u32,
+    pub(super) block_size: u32,
+    pub(super) kernel_size: u32,
+    pub(super) kernel_stride: u64,
+    pub(super) components: List<ComponentView, MAX_COMPONENTS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Placement {
+    pub(super) heads: (u32, u32),
+    /// Count, interleave, index.
+    pub(super) tokens: (u32, u32, u32),
+}
+
+/// What a rank says of one item. Boxed, so that a small body can't become a large list of empty ones.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Held {
+    pub(super) item: u32,
+    pub(super) placement: Option<Box<Placement>>,
+    pub(super) view: Option<Box<View>>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Rank {
+    /// Lengths of the two lists that `held` is a sparse form of.
+    pub(super) placements: u32,
+    pub(super) views: u32,
+    pub(super) regions: List<Region, MAX_REGIONS>,
+    pub(super) held: List<Held, MAX_ITEMS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Contact {
+    pub(super) epoch: u128,
+    pub(super) blob: List<u8, MAX_BLOB>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Engine {
+    pub(super) engine: String,
+    pub(super) epoch: u128,
+    pub(super) items: List<Item, MAX_ITEMS>,
+    pub(super) groups: List<Group, MAX_ITEMS>,
+    pub(super) ranks: List<Rank, MAX_RANKS>,
+    pub(super) contacts: List<Contact, MAX_RANKS>,
+}
+
+/// A hello after its fixed head.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) abilities: u64,
+    pub(super) identity: String,
+    pub(super) digest: [u8; 32],
+    pub(super) manifest: Engine,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Refused(pub(super) List<String, MAX_REASONS>);
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Fence {
+    pub(super) engine: String,
+    pub(super) epoch: u128,
+    pub(super) lease: u128,
+    pub(super) attempt: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Bind {
+    pub(super) fence: Fence,
+    pub(super) content_key: [u8; 32],
+    pub(super) salt: u64,
+    pub(super) peer_map: [u8; 32],
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Table {
+    pub(super) first: u64,
+    /// First id and count.
+    pub(super) runs: List<(u32, u32), MAX_RUNS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Tail {
+    Exact,
+    Frozen,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct SrcGroup {
+    pub(super) table: Table,
+    pub(super) held: (u64, u64),
+    pub(super) tail: Tail,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct DstGroup {
+    pub(super) table: Table,
+    pub(super) cached: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum BindRefusal {
+    WrongEngine,
+    StaleEpoch(u128),
+    UnknownLease,
+    AlreadyBound,
+    WrongAttempt { expected: u32, got: u32 },
+    WrongContent,
+    PeerMapDiffers([u8; 32]),
+    Incompatible(String),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum BindAnswer {
+    Bound { fence: Fence, groups: List<SrcGroup, MAX_ITEMS>, time_left_ns: Option<u64> },
+    Refused { fence: Fence, reason: BindRefusal },
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum ReadsEnd {
+    Complete,
+    Abandoned,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Release {
+    pub(super) fence: Fence,
+    pub(super) reads: ReadsEnd,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Verdict {
+    Held,
+    Stale,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct ReleaseAnswer {
+    pub(super) fence: Fence,
+    pub(super) verdict: Verdict,
+}
+
+/// Start, length, piece.
+pub(super) type Windows = List<(u64, u64, u64), MAX_WINDOWS>;
+pub(super) type Pieces = Result<List<[u8; 16], MAX_PIECES>, String>;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct RunDigest {
+    pub(super) fence: Fence,
+    pub(super) src: u32,
+    pub(super) dst: u32,
+    pub(super) tokens: u64,
+    pub(super) groups: List<DstGroup, MAX_ITEMS>,
+    pub(super) windows: Windows,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct RunDigestAnswer {
+    pub(super) fence: Fence,
+    pub(super) src: u32,
+    pub(super) dst: u32,
+    pub(super) pieces: Pieces,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Join {
+    pub(super) engine: String,
+    pub(super) rank: u32,
+    pub(super) epoch: u128,
+    pub(super) manifest: Rank,
+    pub(super) blob: List<u8, MAX_BLOB>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Pairing {
+    pub(super) peer: [u8; 32],
+    pub(super) salt: u64,
+    pub(super) peer_map: [u8; 32],
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Request {
+    pub(super) tokens: u64,
+    pub(super) src: List<SrcGroup, MAX_ITEMS>,
+    pub(super) dst: List<DstGroup, MAX_ITEMS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Assurance {
+    Fenced,
+    Sampled,
+    Full,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Pull {
+    pub(super) pull: u64,
+    pub(super) pairing: Pairing,
+    pub(super) request: Request,
+    pub(super) assurance: Assurance,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct DigestOrder {
+    pub(super) ticket: u64,
+    pub(super) pairing: Pairing,
+    pub(super) dst: u32,
+    pub(super) request: Request,
+    pub(super) windows: Windows,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct DigestAnswer {
+    pub(super) pull: u64,
+    pub(super) src: u32,
+    pub(super) pieces: Pieces,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Source {
+    pub(super) src: u32,
+    pub(super) bytes: u64,
+    pub(super) rows: u64,
+    pub(super) descriptors_before: u64,
+    pub(super) descriptors_after: u64,
+    pub(super) took_ns: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct RankReport {
+    pub(super) sources: List<Source, MAX_RANKS>,
+    pub(super) zeroed: u64,
+    pub(super) compared: u64,
+    pub(super) took_ns: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Stage {
+    Plan,
+    Connect,
+    Submit,
+    Read,
+    Zero,
+    Compare,
+    Cancelled,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct BadBlock {
+    pub(super) src: u32,
+    pub(super) item: String,
+    pub(super) block: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct RankFault {
+    pub(super) stage: Stage,
+    pub(super) text: String,
+    pub(super) in_doubt: bool,
+    pub(super) bad: List<BadBlock, MAX_BAD_BLOCKS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Pulled {
+    pub(super) pull: u64,
+    pub(super) result: Result<RankReport, RankFault>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct DigestWanted {
+    pub(super) pull: u64,
+    pub(super) src: u32,
+    pub(super) windows: Windows,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Digested {
+    pub(super) ticket: u64,
+    pub(super) pieces: Pieces,
+}
