@@ -1,0 +1,577 @@
+//! An engine as its operator describes it, and the manifest that this makes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use kvferry_geometry::layout::{CacheLayout, ComponentOrder, LayoutStyle, Rows};
+use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
+use kvferry_geometry::placement::{HeadRule, MAX_RANKS, Parallelism, RankPlacement};
+use kvferry_geometry::spec::{Item, ModelSpec, Retention};
+use kvferry_geometry::units::{ItemId, RegionId, Tokens};
+
+use crate::error::{InputError, InputErrors, InputFault};
+use crate::model::{Model, ModelError, ModelItems, ModelOptions};
+use crate::shape::Shape;
+use crate::stages::{StageLayers, even_stages};
+use crate::{describe_toml, read};
+
+/// Tokens of a block where the description doesn't say, as in vLLM.
+pub const DEFAULT_BLOCK_SIZE: u32 = 16;
+/// Blocks of a group where the description doesn't say.
+pub const DEFAULT_BLOCKS: u32 = 1024;
+/// The largest block, in tokens.
+pub const MAX_BLOCK_SIZE: u32 = 1 << 16;
+/// The most blocks.
+pub const MAX_BLOCKS: u32 = 1 << 28;
+/// The most placements (ranks times items) of one description.
+pub const MAX_PLACEMENTS: u64 = 1 << 18;
+
+/// Which items share a block table.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum Grouping {
+    /// A group for each retention and page shape (heads and components).
+    #[default]
+    ByShape,
+    /// A group for each retention.
+    ByRetention,
+    /// These groups; the first whose rule fits takes the item.
+    Listed(Vec<GroupRule>),
+}
+
+/// A group of a description: which items it takes, and where it differs from the engine's own values.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct GroupRule {
+    /// Its name, for messages.
+    pub name: String,
+    /// Item names, in which `*` stands for any text; none means any name.
+    pub items: Vec<String>,
+    /// Only items of this kind: `full`, `window` or `chunk`.
+    pub retention: Option<RetentionKind>,
+    /// Tokens of a block.
+    pub block_size: Option<u32>,
+    /// Tokens of a kernel block.
+    pub kernel_block: Option<u32>,
+    /// Blocks.
+    pub blocks: Option<u32>,
+    /// Layout, without its kernel block.
+    pub layout: Option<LayoutStyle>,
+}
+
+/// A kind of retention, whatever its size.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum RetentionKind {
+    /// All tokens.
+    Full,
+    /// A sliding window.
+    Window,
+    /// Chunks.
+    Chunk,
+}
+
+/// An engine: a model, the choices that change its cache, and how ranks, blocks and memory are laid out.
+///
+/// ```
+/// use kvferry_models::{EngineDescription, Model};
+/// let mut engine = EngineDescription::new(Model::preset("llama-3.1-8b")?, "tp=4,pp=2".parse()?);
+/// engine.options.layers = Some(8);
+/// engine.blocks = Some(256);
+/// let manifest = engine.manifest()?;
+/// assert_eq!((manifest.ranks().len(), manifest.spec().items().len()), (8, 8));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EngineDescription {
+    /// What the engine is called in messages.
+    pub name: String,
+    /// The model.
+    pub model: Model,
+    /// Data types, layers, drafts.
+    pub options: ModelOptions,
+    /// Parallel sizes.
+    pub shape: Shape,
+    /// The layers of each stage; `None` cuts them evenly ([`even_stages`](crate::even_stages)). MTP and draft layers
+    /// that no stage lists are on the last one.
+    pub stages: Option<Vec<StageLayers>>,
+    /// Items (in which `*` stands for any text) whose heads are all on every tensor-parallel rank.
+    pub whole: Vec<String>,
+    /// Tokens that one rank keeps in a block.
+    pub block_size: u32,
+    /// Tokens of the kernel's block, where it is smaller.
+    pub kernel_block: Option<u32>,
+    /// Blocks of each group; `None` is [`DEFAULT_BLOCKS`].
+    pub blocks: Option<u32>,
+    /// Layout; its own `kernel_block` is overruled by the field above.
+    pub layout: LayoutStyle,
+    /// Which items share a block table.
+    pub grouping: Grouping,
+    pub(crate) origin: Origin,
+}
+
+/// Where a description was read: the lines of its keys.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Origin {
+    pub(crate) file: Option<String>,
+    pub(crate) lines: BTreeMap<String, u32>,
+}
+
+/// Why there is no description or no manifest.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DescribeError {
+    /// The description is faulty.
+    #[error(transparent)]
+    Input(#[from] InputErrors),
+    /// The model is, or its options are.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The ranks together don't make a sound and complete cache.
+    #[error("{}", ManifestFaults { name, errors, hint })]
+    Manifest {
+        /// The engine's name, or the description's file.
+        name: String,
+        /// Every fault.
+        errors: ManifestErrors,
+        /// What to change, where that is known.
+        hint: Option<String>,
+    },
+}
+
+impl EngineDescription {
+    /// A description with the usual values: 16 tokens a block, HND, groups by shape.
+    #[must_use]
+    pub fn new(model: Model, shape: Shape) -> Self {
+        Self {
+            name: "engine".into(),
+            model,
+            options: ModelOptions::default(),
+            shape,
+            stages: None,
+            whole: Vec::new(),
+            block_size: DEFAULT_BLOCK_SIZE,
+            kernel_block: None,
+            blocks: None,
+            layout: LayoutStyle::HND,
+            grouping: Grouping::ByShape,
+            origin: Origin::default(),
+        }
+    }
+
+    /// Reads a description in TOML; a model's file is looked for beside it.
+    ///
+    /// # Errors
+    /// All faults, with key and line.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, DescribeError> {
+        let path = path.as_ref();
+        let text = read::text(path)?;
+        describe_toml::read(&path.display().to_string(), &text, path.parent())
+    }
+
+    /// Reads the text of a description; `file` names it in messages, `dir` is where a model's file is looked for.
+    ///
+    /// # Errors
+    /// All faults, with key and line.
+    pub fn from_toml(file: &str, text: &str, dir: Option<&Path>) -> Result<Self, DescribeError> {
+        describe_toml::read(file, text, dir)
+    }
+
+    /// The cache items of the model under this engine's options.
+    ///
+    /// # Errors
+    /// Options that the model can't have.
+    pub fn items(&self) -> Result<ModelItems, DescribeError> {
+        self.model.items(&self.options).map_err(|error| match error {
+            ModelError::Layers { ref model, got, has } => {
+                let text = format!("is {got}, but {model} has {has}; it must be 1 to {has}");
+                self.fault("layers", InputFault::Contradiction(text)).into()
+            }
+            ModelError::NoMtp { ref model } => {
+                let text = format!("is set, but {model} has no multi-token-prediction layers; leave it out");
+                self.fault("mtp", InputFault::Contradiction(text)).into()
+            }
+            ModelError::KvDtype { .. } => self.fault("kv_dtype", InputFault::Contradiction(error.to_string())).into(),
+            other => other.into(),
+        })
+    }
+
+    /// The engine's manifest.
+    ///
+    /// # Errors
+    /// All faults of the sizes, stages, groups and layout; else all faults of the manifest.
+    pub fn manifest(&self) -> Result<Manifest, DescribeError> {
+        let ModelItems { spec, layers } = self.items()?;
+        let mut errors = Vec::new();
+        self.check_sizes(spec.items().len(), &mut errors);
+        let stages = self.stage_items(&layers, &mut errors);
+        let groups = self.groups(&spec, &mut errors);
+        if !errors.is_empty() {
+            return Err(InputErrors(errors).into());
+        }
+        let Shape { tp, dcp, pcp, pcp_mode, interleave, .. } = self.shape;
+        let parallelism = Parallelism { tp, dcp, pcp, pcp_mode, interleave, stages };
+        let rule = |item: &Item| {
+            let whole = self.whole.iter().any(|p| fits(p, item.name.as_str()));
+            if whole { HeadRule::Whole } else { HeadRule::Split }
+        };
+        let placements = parallelism.place(&spec, rule).map_err(|faults| {
+            let error = |f: &dyn fmt::Display| self.error("parallel", InputFault::Contradiction(f.to_string()));
+            InputErrors(faults.iter().map(|f| error(f)).collect())
+        })?;
+        let context = parallelism.context();
+        let mut ranks = Vec::new();
+        for placement in placements {
+            let layout = self.layout_of(&spec, &placement, &groups)?;
+            ranks.push(RankManifest { placement, layout });
+        }
+        let cache_groups = groups.iter().map(|g| CacheGroup {
+            name: g.name.as_str().into(),
+            items: g.items.clone(),
+            block_tokens: Tokens::new(u64::from(g.block_size) * u64::from(context)),
+        });
+        let cache_groups = cache_groups.collect();
+        Manifest::new(spec, cache_groups, ranks).map_err(|errors| {
+            let hint = self.coverage_hint(&errors);
+            DescribeError::Manifest {
+                name: self.origin.file.clone().unwrap_or_else(|| self.name.clone()),
+                errors,
+                hint,
+            }
+        })
+    }
+
+    /// A fault of this description at a key, with its line where it was read from a file.
+    pub(crate) fn fault(&self, key: &str, fault: InputFault) -> InputErrors {
+        self.error(key, fault).into()
+    }
+
+    fn error(&self, key: &str, fault: InputFault) -> InputError {
+        let file = self.origin.file.clone().unwrap_or_else(|| self.name.clone());
+        let section = key.rsplit_once('.').map_or("", |k| k.0);
+        let line = self.origin.lines.get(key).or_else(|| self.origin.lines.get(section)).copied();
+        InputError { file, line, key: key.into(), fault }
+    }
+
+    fn check_sizes(&self, items: usize, errors: &mut Vec<InputError>) {
+        let s = &self.shape;
+        let values = [s.tp, s.pp, s.dcp, s.pcp, s.interleave];
+        for ((key, limit), value) in Shape::LIMITS.into_iter().zip(values) {
+            if value == 0 || value > limit {
+                let fault = InputFault::OutOfRange { got: value.to_string(), min: 1, max: limit.into() };
+                errors.push(self.error(&format!("parallel.{key}"), fault));
+            }
+        }
+        if !errors.is_empty() {
+            return;
+        }
+        if s.tp % s.dcp != 0 {
+            let text = format!(
+                "is {}, which does not divide tp {}; choose one that does, since it re-uses the tensor-parallel ranks",
+                s.dcp, s.tp
+            );
+            errors.push(self.error("parallel.dcp", InputFault::Contradiction(text)));
+        }
+        let ranks = u64::from(s.tp) * u64::from(s.pp) * u64::from(s.pcp);
+        let limit = u64::from(MAX_RANKS);
+        if ranks > limit {
+            errors.push(self.error("parallel", InputFault::TooLarge { what: "tp x pp x pcp", got: ranks, limit }));
+        } else if ranks * items as u64 > MAX_PLACEMENTS {
+            let (got, limit) = (ranks * items as u64, MAX_PLACEMENTS);
+            errors.push(self.error("parallel", InputFault::TooLarge { what: "ranks x cache items", got, limit }));
+        }
+    }
+
+    /// The items of each stage.
+    fn stage_items(&self, layers: &[crate::LayerItems], errors: &mut Vec<InputError>) -> Vec<Vec<ItemId>> {
+        let own = layers.iter().filter(|l| !l.extra).count();
+        let own = u32::try_from(own).unwrap_or(u32::MAX);
+        let stages = match &self.stages {
+            Some(stages) => stages.clone(),
+            None if self.shape.pp > own => {
+                let text = format!("is {}, but there are only {own} layers to cut into stages", self.shape.pp);
+                errors.push(self.error("parallel.pp", InputFault::Contradiction(text)));
+                return Vec::new();
+            }
+            None => {
+                let mut first = 0;
+                let cut = even_stages(own, self.shape.pp).into_iter().map(|count| {
+                    let range = (first, (first + count).saturating_sub(1));
+                    first += count;
+                    StageLayers(vec![range])
+                });
+                cut.collect()
+            }
+        };
+        if stages.len() != self.shape.pp as usize {
+            let text =
+                format!("lists {} stages, but pp is {}; leave pp out or make them agree", stages.len(), self.shape.pp);
+            errors.push(self.error("parallel.stages", InputFault::Contradiction(text)));
+            return Vec::new();
+        }
+        let mut out: Vec<Vec<ItemId>> = stages.iter().map(|_| Vec::new()).collect();
+        for layer in layers {
+            let mut holders = 0;
+            for (stage, items) in stages.iter().zip(&mut out) {
+                if stage.holds(layer.layer) {
+                    items.extend(&layer.items);
+                    holders += 1;
+                }
+            }
+            match (holders, layer.extra, out.last_mut()) {
+                (0, true, Some(last)) => last.extend(&layer.items),
+                (0, _, _) => {
+                    let text = format!("layer {} is on no stage; list it on one", layer.layer);
+                    errors.push(self.error("parallel.stages", InputFault::Contradiction(text)));
+                }
+                _ => {}
+            }
+        }
+        for (i, stage) in stages.iter().enumerate() {
+            let beyond = stage.0.iter().find(|r| !layers.iter().any(|l| l.layer == r.1));
+            if let Some((_, last)) = beyond {
+                let text = format!("stage {i} lists layer {last}, which the model doesn't have");
+                errors.push(self.error("parallel.stages", InputFault::Contradiction(text)));
+            }
+        }
+        out
+    }
+
+    /// The groups with their sizes filled in.
+    fn groups(&self, spec: &ModelSpec, errors: &mut Vec<InputError>) -> Vec<Group> {
+        let mut groups = match &self.grouping {
+            Grouping::ByShape => self.auto_groups(spec, true),
+            Grouping::ByRetention => self.auto_groups(spec, false),
+            Grouping::Listed(rules) => self.listed_groups(spec, rules, errors),
+        };
+        for group in &mut groups {
+            self.check_group(group, errors);
+        }
+        groups
+    }
+
+    fn auto_groups(&self, spec: &ModelSpec, by_shape: bool) -> Vec<Group> {
+        let mut groups: Vec<(Group, &Item)> = Vec::new();
+        for (id, item) in spec.iter() {
+            let (paged, same) = (item.as_paged(), |other: &Item| {
+                let other = other.as_paged();
+                let paged = item.as_paged();
+                other.retention == paged.retention
+                    && (!by_shape || (other.heads == paged.heads && other.components == paged.components))
+            });
+            match groups.iter_mut().find(|(_, first)| same(first)) {
+                Some((group, _)) => group.items.push(id),
+                None => {
+                    let name = format!("{} {}", groups.len(), paged.retention);
+                    groups.push((self.group(name, String::new(), &GroupRule::default(), vec![id]), item));
+                }
+            }
+        }
+        groups.into_iter().map(|g| g.0).collect()
+    }
+
+    fn listed_groups(&self, spec: &ModelSpec, rules: &[GroupRule], errors: &mut Vec<InputError>) -> Vec<Group> {
+        let mut groups: Vec<Group> = rules
+            .iter()
+            .enumerate()
+            .map(|(i, rule)| self.group(rule.name.clone(), format!("group.{i}"), rule, Vec::new()))
+            .collect();
+        for (id, item) in spec.iter() {
+            match rules.iter().position(|r| r.takes(item)) {
+                Some(i) => groups[i].items.push(id),
+                None => {
+                    let text = format!("item {} fits no group; add a group that takes it", item.name);
+                    errors.push(self.error("group", InputFault::Contradiction(text)));
+                }
+            }
+        }
+        for group in &groups {
+            let mut kinds = group.items.iter().filter_map(|&id| spec.get(id));
+            let Some(first) = kinds.next() else {
+                let text = format!("{:?} takes no item; correct or remove it", group.name);
+                errors.push(self.error(&group.key, InputFault::Contradiction(text)));
+                continue;
+            };
+            if let Some(other) = kinds.find(|i| i.as_paged().retention != first.as_paged().retention) {
+                let (a, b) = (first.as_paged().retention, other.as_paged().retention);
+                let text = format!(
+                    "items {} ({a}) and {} ({b}) keep different tokens; put them in two groups, for example by retention",
+                    first.name, other.name
+                );
+                errors.push(self.error(&group.key, InputFault::Contradiction(text)));
+            }
+        }
+        groups
+    }
+
+    fn group(&self, name: String, key: String, rule: &GroupRule, items: Vec<ItemId>) -> Group {
+        let kernel_block = match (rule.kernel_block, rule.block_size) {
+            (Some(kernel), _) => Some(kernel),
+            // A group with a block of its own has a kernel block of its own, or none.
+            (None, Some(_)) => None,
+            (None, None) => self.kernel_block,
+        };
+        Group {
+            name,
+            key,
+            items,
+            block_size: rule.block_size.unwrap_or(self.block_size),
+            kernel_block,
+            blocks: rule.blocks.or(self.blocks).unwrap_or(DEFAULT_BLOCKS),
+            style: LayoutStyle { kernel_block, ..rule.layout.unwrap_or(self.layout) },
+            own_block_size: rule.block_size.is_some(),
+        }
+    }
+
+    fn check_group(&self, group: &Group, errors: &mut Vec<InputError>) {
+        let key = |name: &str, own: bool| if own { format!("{}.{name}", group.key) } else { name.into() };
+        let block_key = key("block_size", group.own_block_size);
+        let own =
+            |name: &str| !group.key.is_empty() && self.origin.lines.contains_key(&format!("{}.{name}", group.key));
+        let ranges = [
+            (block_key.clone(), group.block_size, MAX_BLOCK_SIZE),
+            (key("blocks", own("blocks")), group.blocks, MAX_BLOCKS),
+            (key("kernel_block", own("kernel_block")), group.kernel_block.unwrap_or(1), MAX_BLOCK_SIZE),
+        ];
+        for (key, value, limit) in ranges {
+            if value == 0 || value > limit {
+                let fault = InputFault::OutOfRange { got: value.to_string(), min: 1, max: limit.into() };
+                push_once(errors, self.error(&key, fault));
+            }
+        }
+        let size = group.block_size;
+        if let Some(kernel) = group.kernel_block.filter(|&k| k > 0 && size % k != 0) {
+            let text = format!("is {kernel}, which does not divide block_size {size}; choose one that does");
+            push_once(errors, self.error(&key("kernel_block", own("kernel_block")), InputFault::Contradiction(text)));
+        }
+        let Shape { interleave, dcp, pcp, .. } = self.shape;
+        if interleave > 0 && (dcp > 1 || pcp > 1) && size % interleave != 0 {
+            let text = format!("is {interleave}, which does not divide block_size {size}; choose one that does");
+            push_once(errors, self.error("parallel.interleave", InputFault::Contradiction(text)));
+        }
+        if group.style.components == ComponentOrder::Planes && group.style.rows == Rows::Packed {
+            let text = "planes over all blocks and rows that pack all items of a block exclude each other; choose one";
+            push_once(errors, self.error(&key("layout", own("layout")), InputFault::Contradiction(text.into())));
+        }
+    }
+
+    /// One rank's layout: each group's in turn, with its own style.
+    fn layout_of(
+        &self,
+        spec: &ModelSpec,
+        placement: &RankPlacement,
+        groups: &[Group],
+    ) -> Result<CacheLayout, DescribeError> {
+        let mut all = CacheLayout { regions: Vec::new(), views: vec![None; spec.items().len()] };
+        for group in groups {
+            let built = group.style.build(spec, placement, &[(&group.items, group.block_size, group.blocks)]);
+            let built = built.map_err(|e| self.fault("layout", InputFault::Contradiction(e.to_string())))?;
+            let before = u32::try_from(all.regions.len()).unwrap_or(u32::MAX);
+            all.regions.extend(built.regions);
+            for (slot, view) in all.views.iter_mut().zip(built.views) {
+                if let Some(mut view) = view {
+                    view.region = RegionId::new(view.region.get().saturating_add(before));
+                    *slot = Some(view);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn coverage_hint(&self, errors: &ManifestErrors) -> Option<String> {
+        let uncovered = errors.0.iter().any(|e| matches!(e, ManifestError::Uncovered { .. }));
+        let Shape { tp, dcp, .. } = self.shape;
+        (uncovered && dcp > 1).then(|| {
+            format!(
+                "dcp {dcp} deals the tokens of each KV head out to {dcp} tensor-parallel ranks, so each head must be on that \
+                 many; tp {tp} does not replicate them often enough: lower dcp, or raise tp to (KV heads) x {dcp}"
+            )
+        })
+    }
+}
+
+fn push_once(errors: &mut Vec<InputError>, error: InputError) {
+    if !errors.contains(&error) {
+        errors.push(error);
+    }
+}
+
+struct Group {
+    name: String,
+    /// Where it is described, e.g. `group.1`; empty where it isn't.
+    key: String,
+    items: Vec<ItemId>,
+    block_size: u32,
+    kernel_block: Option<u32>,
+    blocks: u32,
+    style: LayoutStyle,
+    own_block_size: bool,
+}
+
+impl GroupRule {
+    fn takes(&self, item: &Item) -> bool {
+        let kind = match item.as_paged().retention {
+            Retention::Full => Some(RetentionKind::Full),
+            Retention::Window(_) => Some(RetentionKind::Window),
+            Retention::Chunk(_) => Some(RetentionKind::Chunk),
+            _ => None,
+        };
+        let named = self.items.is_empty() || self.items.iter().any(|p| fits(p, item.name.as_str()));
+        named && (self.retention.is_none() || self.retention == kind)
+    }
+}
+
+/// Whether a name fits a pattern in which `*` stands for any text. Linear in the name for each part of the pattern.
+fn fits(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
+    let mut parts: Vec<&str> = parts.collect();
+    let Some(last) = parts.pop() else { return rest.is_empty() };
+    for part in parts {
+        let Some(at) = rest.find(part) else { return false };
+        rest = rest.get(at + part.len()..).unwrap_or_default();
+    }
+    rest.ends_with(last)
+}
+
+/// A manifest's faults, those that differ only in the item told once.
+struct ManifestFaults<'a> {
+    name: &'a str,
+    errors: &'a ManifestErrors,
+    hint: &'a Option<String>,
+}
+
+/// The most faults that are written out.
+const SHOWN: usize = 20;
+
+impl fmt::Display for ManifestFaults<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut told: Vec<(String, &ManifestError, usize)> = Vec::new();
+        for error in &self.errors.0 {
+            let like = match error {
+                ManifestError::Uncovered { heads, start, end, period, .. } => {
+                    format!("{heads} {start} {end} {period}")
+                }
+                other => other.to_string(),
+            };
+            if let Some(t) = told.iter_mut().find(|t| t.0 == like) {
+                t.2 += 1;
+            } else if told.len() <= SHOWN {
+                told.push((like, error, 0));
+            }
+        }
+        for (i, (_, error, more)) in told.iter().take(SHOWN).enumerate() {
+            let newline = if i > 0 { "\n" } else { "" };
+            write!(f, "{newline}{}: {error}", self.name)?;
+            if *more > 0 {
+                write!(f, " (the same for {more} more items)")?;
+            }
+        }
+        if told.len() > SHOWN {
+            write!(f, "\n{}: and more faults, {} in all", self.name, self.errors.0.len())?;
+        }
+        match self.hint {
+            Some(hint) => write!(f, "\n{}: {hint}", self.name),
+            None => Ok(()),
+        }
+    }
+}
