@@ -26,12 +26,16 @@ pub mod conformance;
 pub mod copy;
 pub mod error;
 
+pub mod fault;
+mod gate;
 pub mod mem;
+pub mod observe;
 #[allow(unsafe_code)]
 pub mod region;
 mod rng;
 pub mod strips;
 pub mod table;
+pub mod throttle;
 mod transport;
 pub mod types;
 

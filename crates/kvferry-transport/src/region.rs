@@ -170,6 +170,16 @@ impl Region {
         self.share.as_ref().map(|s| (s.fd.as_fd(), s.offset))
     }
 
+    /// The same bytes, labelled as another kind; for the suite, which shows that the label alone is refused.
+    pub(crate) fn labelled(&self, kind: MemoryKind) -> Self {
+        Self { kind, ..self.clone() }
+    }
+
+    /// How many regions, clones and parts keep the owner alive; for the suite, which shows that none is forgotten.
+    pub(crate) fn owners(&self) -> usize {
+        Arc::strong_count(&self.owner)
+    }
+
     /// Copies bytes at `offset` out of the region.
     ///
     /// # Errors
