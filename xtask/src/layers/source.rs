@@ -69,10 +69,9 @@ fn file_violations(file: &str, text: &str) -> Vec<String> {
     if file == "crates/kvferry-geometry/src/lib.rs" && !text.contains("\n#![no_std]") {
         out.push(format!("{file}: lacks #![no_std], which keeps clocks, sockets and threads out"));
     }
-    if file.ends_with("Cargo.toml") && text.contains("\n[package]") | text.starts_with("[package]") {
-        if !text.contains("\n[lints]\nworkspace = true") {
-            out.push(format!("{file}: does not take the lints of the workspace"));
-        }
+    let is_package = file.ends_with("Cargo.toml") && text.lines().any(|l| l == "[package]");
+    if is_package && !text.contains("\n[lints]\nworkspace = true") {
+        out.push(format!("{file}: does not take the lints of the workspace"));
     }
     let in_library = file.starts_with("crates/") && file.contains("/src/") && file.ends_with(".rs");
     for (number, line) in (1..).zip(text.lines()) {
