@@ -1,0 +1,65 @@
+//! MLA cases: items that every rank holds whole, alone and beside items that are split.
+
+use std::collections::BTreeSet;
+
+use kvferry_tests::by_hand::{Engine, Pair, kv, latent, request};
+use kvferry_tests::over_mem::World;
+
+const BLOCK: u64 = 16 * 1152;
+
+fn mla(tp: u32) -> Engine {
+    Engine::new(vec![latent("mla", 1152)], tp)
+}
+
+#[test]
+fn mla_01_one_replica_is_read_whole() {
+    let pair = Pair::new(&mla(8), &mla(2));
+    let bound = pair.bind(request(16, &[3], &[5]));
+    let mut read = BTreeSet::new();
+    for dst in 0..2 {
+        let sources = pair.sources(dst);
+        let [src] = sources.as_slice() else { panic!("rank {dst} reads {sources:?}") };
+        assert_eq!(pair.runs(*src, dst, &bound), [(3 * BLOCK, 5 * BLOCK, BLOCK)]);
+        assert_eq!(pair.consumers(*src), [dst]);
+        read.insert(*src);
+    }
+    assert_eq!(read.len(), 2, "two consumers of eight replicas read two of them");
+    // Ranks that nobody reads are named in no consumer's set: no release is due from them.
+    assert_eq!(pair.consumer_counts().iter().sum::<usize>(), 2);
+}
+
+#[test]
+fn mla_01_sixteen_replicas_and_one_consumer() {
+    let pair = Pair::new(&mla(16), &mla(1));
+    assert_eq!(pair.peers.pairs().len(), 1);
+    assert_eq!(pair.sources(0).len(), 1);
+}
+
+#[test]
+fn mla_01_more_consumers_than_replicas_share_evenly() {
+    let pair = Pair::new(&mla(2), &mla(8));
+    assert!((0..8).all(|dst| pair.sources(dst).len() == 1));
+    assert_eq!(pair.consumer_counts(), [4, 4]);
+}
+
+#[test]
+fn mla_03_replicated_and_split_items_of_one_model() {
+    let engine = |tp| Engine::new(vec![latent("mla", 1152), kv("draft", 8, 128)], tp);
+    let pair = Pair::new(&engine(1), &engine(4));
+    let bound = pair.bind(request(16, &[0], &[0]));
+    let all = pair.descriptors(0, 3, &bound);
+    let read: Vec<_> = all.iter().map(|d| (d.src_region.get(), d.src_offset, d.dst_offset, d.len)).collect();
+    assert_eq!(read, [(0, 0, 0, 18432), (1, 3 * 8192, 0, 8192)]);
+}
+
+#[test]
+fn mla_01_only_ranks_that_are_read_hear_a_notice() {
+    let pair = Pair::new(&mla(8), &mla(2));
+    let bound = pair.bind(request(16, &[3], &[5]));
+    let mut world = World::new(&pair, 0xEE);
+    assert!(world.pull(&pair, &bound).is_done());
+    for src in 0..8 {
+        assert_eq!(world.notices(src), pair.consumers(src), "source rank {src}");
+    }
+    assert_eq!(world.dst_memory(), pair.deliver(&bound, 0xEE));
+}

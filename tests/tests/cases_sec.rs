@@ -1,0 +1,103 @@
+//! SEC cases: what a hostile peer may claim.
+
+use kvferry_geometry::batch::Side;
+use kvferry_geometry::request::{BoundRequest, RequestError, SrcGroup};
+use kvferry_geometry::units::{BlockId, Tokens};
+use kvferry_tests::by_hand::{Engine, Pair, holds, kv, request, table, wants};
+use kvferry_transport::blob::{Blob, BlobError};
+
+/// Two groups of 64 blocks each.
+fn pair() -> Pair {
+    let engine = || Engine::new(vec![kv("a", 1, 2), kv("b", 1, 2)], 1).groups(&[(&["a"], 16, 64), (&["b"], 16, 64)]);
+    Pair::new(&engine(), &engine())
+}
+
+fn refused(dst: [&[u32]; 2]) -> Vec<RequestError> {
+    let pair = pair();
+    let request = kvferry_geometry::request::Request {
+        tokens: Tokens::new(32),
+        src: (0..2).map(|_| holds(32, table(&[0, 1]))).collect(),
+        dst: dst.into_iter().map(|ids| wants(0, table(ids))).collect(),
+    };
+    BoundRequest::new(&pair.compatible, request).expect_err("a hostile list").0
+}
+
+#[test]
+fn sec_01_a_blob_is_parsed_by_its_schema_alone() {
+    // What starts as a serialised object of a language is no blob, whatever follows.
+    let mut pickle = vec![0x80, 0x04];
+    pickle.extend([b'('; 10_000]);
+    assert!(matches!(Blob::decode(&pickle), Err(BlobError::NotABlob)));
+    // A count of 2^32 - 1 regions in a few bytes is refused by what is there, not by what is announced.
+    let mut blob = Blob {
+        backend: "mem".to_owned(),
+        endpoint: kvferry_transport::EndpointId::new([7; 16]),
+        generation: 0,
+        regions: Vec::new(),
+        lane: Vec::new(),
+    }
+    .encode();
+    let count = 4 + 2 + 1 + 3 + 16 + 8;
+    blob[count..count + 4].fill(0xFF);
+    assert!(Blob::decode(&blob).is_err());
+}
+
+#[test]
+fn sec_03_block_ids_out_of_range_are_refused_with_both_values() {
+    for id in [64, 1_000_000, u32::MAX] {
+        let errors = refused([&[0, id], &[0, 1]]);
+        let [RequestError::BlockOutOfRange { side, group, block, blocks }] = errors.as_slice() else {
+            panic!("{errors:?}")
+        };
+        assert_eq!((*side, group.as_str(), *block), (Side::Dst, "group 0", BlockId::new(id)));
+        assert_eq!(*blocks, BlockId::new(64));
+    }
+}
+
+#[test]
+fn sec_03_a_repeated_destination_block_is_refused() {
+    let errors = refused([&[0, 1], &[5, 5]]);
+    assert_eq!(errors, [RequestError::RepeatedBlock { group: "group 1".into(), block: BlockId::new(5) }]);
+}
+
+#[test]
+fn sec_03_a_million_ids_are_refused_and_all_faults_are_told() {
+    let many: Vec<u32> = (0..1_000_000).collect();
+    let errors = refused([&many, &[3, 3]]);
+    assert!(
+        matches!(errors.as_slice(), [
+        RequestError::BlockOutOfRange { block, .. },
+        RequestError::RepeatedBlock { .. },
+    ] if block.get() == 999_999),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn sec_03_a_wrong_number_of_groups_is_refused() {
+    let pair = pair();
+    let errors = BoundRequest::new(&pair.compatible, request(16, &[0], &[0])).expect_err("two groups").0;
+    assert!(
+        matches!(
+            errors.as_slice(),
+            [
+                RequestError::GroupCount { side: Side::Src, got: 1, expected: 2 },
+                RequestError::GroupCount { side: Side::Dst, got: 1, expected: 2 },
+            ]
+        ),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn sec_03_tokens_that_the_source_never_computed_are_not_read() {
+    let engine = || Engine::new(vec![kv("a", 1, 2)], 1);
+    let pair = Pair::new(&engine(), &engine());
+    let mut hostile = request(32, &[0, 1], &[0, 1]);
+    let SrcGroup { held, .. } = &mut hostile.src[0];
+    *held = kvferry_tests::by_hand::tokens(0, 31);
+    assert!(BoundRequest::new(&pair.compatible, hostile).is_err(), "token 31 may be another request's");
+    let mut hostile = request(u64::MAX, &[0, 1], &[0, 1]);
+    hostile.dst[0].cached = Tokens::new(u64::MAX);
+    assert!(BoundRequest::new(&pair.compatible, hostile).is_err(), "a length beyond all reason");
+}
