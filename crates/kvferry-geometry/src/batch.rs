@@ -109,6 +109,25 @@ pub struct PairRun {
     pub count: u32,
 }
 
+/// A shared list of pair runs. Parts of one phase share one.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Pairs(Arc<Vec<PairRun>>);
+
+impl From<Vec<PairRun>> for Pairs {
+    /// Takes the list as it is; nothing is copied.
+    fn from(list: Vec<PairRun>) -> Self {
+        Self(Arc::new(list))
+    }
+}
+
+impl core::ops::Deref for Pairs {
+    type Target = [PairRun];
+
+    fn deref(&self) -> &[PairRun] {
+        &self.0
+    }
+}
+
 /// Block pairs times a nest.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Part {
@@ -127,7 +146,7 @@ pub struct Part {
     /// What is moved for each pair.
     pub nest: Nest,
     /// The pairs.
-    pub pairs: Arc<[PairRun]>,
+    pub pairs: Pairs,
 }
 
 impl Part {

@@ -291,7 +291,7 @@ impl CacheLayout {
         range("blocks", u64::from(view.blocks), u64::from(MAX_BLOCKS));
         range("block size", u64::from(view.block_size), u64::from(MAX_BLOCK_SIZE));
         range("kernel block size", u64::from(view.kernel.size), u64::from(MAX_BLOCK_SIZE));
-        if view.kernel.size > 0 && view.block_size % view.kernel.size != 0 {
+        if view.kernel.size > 0 && !view.block_size.is_multiple_of(view.kernel.size) {
             let (kernel, block_size) = (view.kernel.size, view.block_size);
             errors.push(LayoutError::KernelBlock { item: name.clone(), kernel, block_size });
         }

@@ -3,7 +3,7 @@
 //! This crate is `no_std`: it knows no address, clock, device, socket or peer. It takes *descriptions* (a [`spec`] of
 //! the model's cache items, a [`placement`] for each rank, a [`layout`] of each rank's memory), proves them once
 //! ([`manifest::Manifest::new`]), and from two proven manifests computes who reads what from whom ([`peers`]) and which
-//! byte ranges those are ([`plan`], [`resolve`]).
+//! byte ranges those are ([`plan`], multiplied by a [`request`]).
 //!
 //! The unit of truth is the *logical byte*: (item, token, head, component, byte). Everything that differs between two
 //! engines (parallelism, block size, layout, grouping, order) is data in their manifests; no function here

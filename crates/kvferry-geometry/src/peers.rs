@@ -323,13 +323,13 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
 
 /// Adds a share, joining it to the last one where only the heads go on.
 fn push_share(list: &mut Vec<Share>, share: Share) {
-    if let Some(last) = list.last_mut() {
-        if last.heads.end() == share.heads.start() && last.tokens == share.tokens {
-            if let Some(heads) = HeadRange::new(last.heads.start(), share.heads.end()) {
-                last.heads = heads;
-                return;
-            }
-        }
+    if let Some(last) = list.last_mut()
+        && last.heads.end() == share.heads.start()
+        && last.tokens == share.tokens
+        && let Some(heads) = HeadRange::new(last.heads.start(), share.heads.end())
+    {
+        last.heads = heads;
+        return;
     }
     list.push(share);
 }

@@ -363,7 +363,7 @@ impl Parallelism {
         range("interleave", u64::from(self.interleave), 1 << 20);
         range("pp", self.stages.len() as u64, u64::from(MAX_RANKS));
         range("ranks", u64::from(self.ranks()), u64::from(MAX_RANKS));
-        if self.dcp > 0 && self.tp % self.dcp != 0 {
+        if self.dcp > 0 && !self.tp.is_multiple_of(self.dcp) {
             errors.push(ParallelismError::DcpNotInTp { dcp: self.dcp, tp: self.tp });
         }
         for (stage, ids) in self.stages.iter().enumerate() {

@@ -25,11 +25,13 @@ use crate::spec::PagedItem;
 use crate::token_set::{TokenSet, lcm};
 use crate::units::{GroupId, ItemId, RankId, Tokens};
 
+mod linear;
 mod nest;
 mod resolve;
 mod side;
 mod walk;
 
+use linear::Linear;
 use nest::{Cell, CompiledPhase};
 use side::SideGeometry;
 pub use walk::Phase;
@@ -66,6 +68,8 @@ pub struct ItemClass {
     /// Tokens of a period, or `None` where the request's tokens are walked.
     period: Option<u64>,
     phases: Vec<CompiledPhase>,
+    /// Set where tokens lie end to end on both sides.
+    linear: Option<Linear>,
 }
 
 impl ItemClass {
@@ -199,30 +203,18 @@ impl<'a> Place<'a> {
 
 /// Splits the items of a share into classes and plans each; `None` where an item isn't placed on both ranks.
 fn classes_of(src: Place<'_>, dst: Place<'_>, share: &Share, out: &mut Vec<ItemClass>) -> Option<()> {
-    // (index of a representative, members) with the representative's geometry compared in place.
-    let mut members: Vec<(usize, Vec<usize>)> = Vec::new();
+    let mut members: Vec<((Placed<'_>, Placed<'_>), Vec<usize>)> = Vec::new();
     let mut last = 0;
     for index in 0..dst.items.len() {
-        let alike = |rep: usize| -> Option<bool> {
-            Some(same(src.get(rep)?, src.get(index)?) && same(dst.get(rep)?, dst.get(index)?))
-        };
-        let found = match members.get(last) {
-            Some(m) if alike(m.0)? => Some(last),
-            _ => {
-                let mut found = None;
-                for (at, m) in members.iter().enumerate() {
-                    if alike(m.0)? {
-                        found = Some(at);
-                        break;
-                    }
-                }
-                found
-            }
-        };
-        last = found.unwrap_or(members.len());
+        let (s, d) = (src.get(index)?, dst.get(index)?);
+        let alike = |m: &((Placed<'_>, Placed<'_>), Vec<usize>)| same(m.0.0, s) && same(m.0.1, d);
+        // Items mostly come in runs of one class.
+        if !members.get(last).is_some_and(alike) {
+            last = members.iter().position(alike).unwrap_or(members.len());
+        }
         match members.get_mut(last) {
             Some(m) => m.1.push(index),
-            None => members.push((index, vec![index])),
+            None => members.push(((s, d), vec![index])),
         }
     }
     for (_, indices) in members {
@@ -274,7 +266,9 @@ fn plan_class(src: Place<'_>, dst: Place<'_>, indices: &[usize], share: &Share) 
         bases: bases?.into(),
         period: None,
         phases: Vec::new(),
+        linear: None,
     };
+    class.linear = Linear::of(&class, s.2, d.2);
     class.compile();
     Some(class)
 }

@@ -18,58 +18,69 @@ const MAX_TOKENS: u64 = 1 << 40;
 /// Consecutive table positions with consecutive block ids.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Stretch {
-    pub(crate) position: u64,
-    pub(crate) id: u32,
-    pub(crate) count: u32,
+    /// Counted from the table's first.
+    position: u64,
+    id: u32,
+    count: u32,
+}
+
+/// The ids of a table: as they came, or as stretches where these are much fewer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Ids {
+    List(Vec<BlockId>),
+    Stretches(Vec<Stretch>),
 }
 
 /// One group's blocks of one request, by table position.
 ///
 /// The entry at position `k` covers tokens `[k·block_tokens, (k+1)·block_tokens)` of the sequence. A table may start
 /// late: blocks that a window has left behind, or that a prefix hit covers, need not be listed.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BlockTable {
     first: u64,
     len: u64,
-    max: u32,
-    stretches: Vec<Stretch>,
+    /// One past the largest id; 0 without entries.
+    end: u64,
+    ids: Ids,
+}
+
+impl Default for BlockTable {
+    fn default() -> Self {
+        Self::new(0, &[])
+    }
 }
 
 impl BlockTable {
     /// A table whose entries from `first_position` on are `ids`.
     #[must_use]
     pub fn new(first_position: u64, ids: &[BlockId]) -> Self {
-        let mut stretches: Vec<Stretch> = Vec::new();
-        let mut max = 0;
-        let mut position = first_position;
-        // Room for the scattered case at once; growth would cost more than the walk.
-        stretches.reserve(ids.len().min(1 << 20));
-        for id in ids.iter().map(|id| id.get()) {
-            max = max.max(id);
-            match stretches.last_mut() {
-                Some(last) if last.id.checked_add(last.count) == Some(id) => last.count += 1,
-                _ => stretches.push(Stretch { position, id, count: 1 }),
+        let follows = |a: BlockId, b: BlockId| a.get().wrapping_add(1) == b.get() && b != BlockId::ZERO;
+        let breaks = ids.windows(2).filter(|w| !follows(w[0], w[1])).count();
+        let end = ids.iter().max().map_or(0, |id| u64::from(id.get()) + 1);
+        let len = ids.len() as u64;
+        let ids = if breaks.saturating_mul(8) <= ids.len() {
+            let mut list: Vec<Stretch> = Vec::with_capacity(breaks + 1);
+            for (position, &id) in (0u64..).zip(ids) {
+                match list.last_mut() {
+                    Some(last) if last.id.checked_add(last.count) == Some(id.get()) => last.count += 1,
+                    _ => list.push(Stretch { position, id: id.get(), count: 1 }),
+                }
             }
-            position = position.saturating_add(1);
-        }
-        Self { first: first_position, len: ids.len() as u64, max, stretches }
+            Ids::Stretches(list)
+        } else {
+            Ids::List(ids.to_vec())
+        };
+        Self { first: first_position, len, end, ids }
     }
 
     /// A table of `count` consecutive ids, cut where they pass the largest id.
     #[must_use]
     pub fn contiguous(first_position: u64, first: BlockId, count: u32) -> Self {
         let id = first.get();
-        if count == 0 {
-            return Self { first: first_position, ..Self::default() };
-        }
         let count = count.min(u32::MAX - id);
-        let max = id + count.saturating_sub(1);
-        Self {
-            first: first_position,
-            len: u64::from(count),
-            max,
-            stretches: vec![Stretch { position: first_position, id, count }],
-        }
+        let (len, end) = (u64::from(count), if count == 0 { 0 } else { u64::from(id) + u64::from(count) });
+        let ids = Ids::Stretches(if count == 0 { Vec::new() } else { vec![Stretch { position: 0, id, count }] });
+        Self { first: first_position, len, end, ids }
     }
 
     /// The position of the first entry.
@@ -92,22 +103,24 @@ impl BlockTable {
 
     /// The block ids in order of position.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> {
-        self.stretches.iter().flat_map(|s| (0..s.count).map(|i| BlockId::new(s.id + i)))
+        let (list, stretches) = match &self.ids {
+            Ids::List(list) => (&list[..], &[][..]),
+            Ids::Stretches(stretches) => (&[][..], &stretches[..]),
+        };
+        let of_stretch = |s: &Stretch| (s.id..s.id + s.count).map(BlockId::new);
+        list.iter().copied().chain(stretches.iter().flat_map(of_stretch))
     }
 
-    pub(crate) fn stretches(&self) -> &[Stretch] {
-        &self.stretches
-    }
-
-    /// The index of the stretch that holds a listed position.
-    pub(crate) fn stretch_at(&self, position: u64) -> usize {
-        self.stretches.partition_point(|s| s.position <= position).saturating_sub(1)
-    }
-
-    /// The block at a listed position.
-    pub(crate) fn block(&self, position: u64) -> u32 {
-        let s = self.stretches[self.stretch_at(position)];
-        s.id + u32::try_from(position - s.position).unwrap_or(0)
+    /// A reader at a listed position.
+    pub(crate) fn reader(&self, position: u64) -> Reader<'_> {
+        let at = position.saturating_sub(self.first);
+        match &self.ids {
+            Ids::List(list) => Reader::List { list, at },
+            Ids::Stretches(list) => {
+                let i = list.partition_point(|s| s.position <= at).saturating_sub(1);
+                Reader::Stretches { rest: &list[i..], at }
+            }
+        }
     }
 
     /// The tokens that the entries cover.
@@ -116,18 +129,74 @@ impl BlockTable {
         TokenRange::new(at(self.first), at(self.first.saturating_add(self.len)))
     }
 
+    /// An id that stands twice; ids are below `blocks`.
     fn repeated(&self, blocks: u32) -> Option<BlockId> {
-        let mut seen = vec![0u64; blocks as usize / 64 + 1];
-        for s in &self.stretches {
-            for id in s.id..s.id + s.count {
-                let (word, bit) = (id as usize / 64, 1u64 << (id % 64));
-                if seen[word] & bit != 0 {
-                    return Some(BlockId::new(id));
-                }
-                seen[word] |= bit;
+        match &self.ids {
+            Ids::Stretches(list) => {
+                let mut sorted: Vec<(u32, u32)> = list.iter().map(|s| (s.id, s.count)).collect();
+                sorted.sort_unstable();
+                sorted.windows(2).find(|w| w[1].0 - w[0].0 < w[0].1).map(|w| BlockId::new(w[1].0))
+            }
+            Ids::List(list) => {
+                let mut seen = vec![0u64; blocks as usize / 64 + 1];
+                list.iter().copied().find(|id| {
+                    let (word, bit) = (&mut seen[id.get() as usize / 64], 1u64 << (id.get() % 64));
+                    core::mem::replace(word, *word | bit) & bit != 0
+                })
             }
         }
-        None
+    }
+}
+
+/// Reads a table forward.
+#[derive(Clone, Copy)]
+pub(crate) enum Reader<'a> {
+    List { list: &'a [BlockId], at: u64 },
+    Stretches { rest: &'a [Stretch], at: u64 },
+}
+
+impl Reader<'_> {
+    /// The id here, and for how many entries from here on ids are known to be consecutive.
+    #[inline]
+    pub(crate) fn get(&self) -> (u32, u32) {
+        match self {
+            Self::List { list, at } => {
+                (usize::try_from(*at).ok().and_then(|at| list.get(at)).map_or(0, |id| id.get()), 1)
+            }
+            Self::Stretches { rest, at } => match rest.first() {
+                Some(s) => {
+                    // Less than the stretch's count, so it fits.
+                    let inside = u32::try_from(at - s.position).unwrap_or(0);
+                    (s.id + inside, s.count - inside)
+                }
+                None => (0, 1),
+            },
+        }
+    }
+
+    /// How many runs of known consecutive ids there can be from here on.
+    pub(crate) fn runs(&self) -> u64 {
+        match self {
+            Self::List { list, at } => (list.len() as u64).saturating_sub(*at),
+            Self::Stretches { rest, .. } => rest.len() as u64,
+        }
+    }
+
+    /// Moves on by some entries.
+    #[inline]
+    pub(crate) fn skip(&mut self, entries: u64) {
+        match self {
+            Self::List { at, .. } => *at += entries,
+            Self::Stretches { rest, at } => {
+                *at += entries;
+                while let [s, more @ ..] = rest {
+                    if *at < s.position + u64::from(s.count) {
+                        break;
+                    }
+                    *rest = more;
+                }
+            }
+        }
     }
 }
 
@@ -355,13 +424,13 @@ fn check_table(
         errors.push(RequestError::TooLong { what: "a table's last position", got: last, limit: MAX_TOKENS });
     }
     let blocks = manifest.blocks(id);
-    if !table.is_empty() && table.max >= blocks.get() {
-        let (group, block) = (group.name.clone(), BlockId::new(table.max));
+    if table.end > u64::from(blocks.get()) {
+        let (group, block) = (group.name.clone(), BlockId::new(u32::try_from(table.end - 1).unwrap_or(u32::MAX)));
         errors.push(RequestError::BlockOutOfRange { side, group, block, blocks });
-    } else if side == crate::batch::Side::Dst {
-        if let Some(block) = table.repeated(blocks.get()) {
-            errors.push(RequestError::RepeatedBlock { group: group.name.clone(), block });
-        }
+    } else if side == crate::batch::Side::Dst
+        && let Some(block) = table.repeated(blocks.get())
+    {
+        errors.push(RequestError::RepeatedBlock { group: group.name.clone(), block });
     }
 }
 

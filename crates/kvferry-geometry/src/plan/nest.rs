@@ -119,6 +119,15 @@ impl CompiledPhase {
     }
 }
 
+/// Where all bytes of one token are one run on both sides, with the next token right behind: (its bytes, offset at the
+/// source, offset at the destination).
+pub(super) fn token_run(class: &ItemClass) -> Option<(u64, u64, u64)> {
+    let [cell] = class.cells[..] else { return None };
+    let two = Phase { len: 2, ..Phase::start() };
+    let placed = place(class, &cell, &two);
+    (placed.nest.dims.is_empty()).then_some((placed.nest.run / 2, placed.src_add, placed.dst_add))
+}
+
 fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
     let step = |side: &SideGeometry, c: &CellSide, (kernels, entries): (u64, u64)| {
         kernels * side.kernel_stride + entries * c.entry_stride

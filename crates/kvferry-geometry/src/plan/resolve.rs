@@ -1,13 +1,14 @@
 //! A plan times a request's block tables.
 
 use alloc::sync::Arc;
+use alloc::vec;
 use alloc::vec::Vec;
 
 use super::nest::{CompiledPhase, PlacedNest};
 use super::{ItemClass, PairPlan, walk};
-use crate::batch::{Base, Batch, PairRun, Part, Section};
-use crate::request::{BlockTable, BoundRequest};
-use crate::units::TokenRange;
+use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section};
+use crate::request::{BlockTable, BoundRequest, Reader};
+use crate::units::{BlockId, TokenRange};
 
 /// Steps and block strides of the parts of one class.
 #[derive(Clone, Copy)]
@@ -87,13 +88,14 @@ impl ItemClass {
         }
         let (start, end) = (range.start().get(), range.end().get());
         let mut parts = Vec::new();
-        match self.periods(range) {
-            Some((period, first, last)) => {
-                self.walk(start, first * period, src, dst, &mut parts);
-                self.repeat(period, first, last, src, dst, &mut parts);
-                self.walk(last * period, end, src, dst, &mut parts);
-            }
-            None => self.walk(start, end, src, dst, &mut parts),
+        if let Some(linear) = self.linear {
+            parts.push(linear.part(self, (start, end), src, dst));
+        } else if let Some((period, first, last)) = self.periods(range) {
+            self.walk(start, first * period, src, dst, &mut parts);
+            self.repeat(period, first, last, src, dst, &mut parts);
+            self.walk(last * period, end, src, dst, &mut parts);
+        } else {
+            self.walk(start, end, src, dst, &mut parts);
         }
         self.sections(parts, out);
     }
@@ -101,9 +103,10 @@ impl ItemClass {
     /// The tokens of an interval one run at a time, for the ends of a request.
     fn walk(&self, start: u64, end: u64, src: &BlockTable, dst: &BlockTable, parts: &mut Vec<Part>) {
         for phase in walk::phases(walk::Runs::new(self, start, end)) {
-            let pair = PairRun { src: src.block(phase.src_block), dst: dst.block(phase.dst_block), count: 1 };
+            let at = |table: &BlockTable, position| table.reader(position).get().0;
+            let pair = PairRun { src: at(src, phase.src_block), dst: at(dst, phase.dst_block), count: 1 };
             let compiled = CompiledPhase::new(self, phase);
-            self.parts(&compiled.nests, Steps { src: 1, dst: 1 }, &[pair].into(), parts);
+            self.parts(&compiled.nests, Steps { src: 1, dst: 1 }, &vec![pair].into(), parts);
         }
     }
 
@@ -114,14 +117,14 @@ impl ItemClass {
         let fits = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let steps = Steps { src: fits(src_step), dst: fits(dst_step) };
         // Phases of one block pair differ in their tokens only, so they share the list of pairs.
-        let mut known: Option<((u64, u64), Arc<[PairRun]>)> = None;
+        let mut known: Option<((u64, u64), Pairs)> = None;
         for compiled in &self.phases {
             let blocks = (compiled.phase.src_block, compiled.phase.dst_block);
             let pairs = match known.take() {
                 Some((of, pairs)) if of == blocks => pairs,
                 _ => {
-                    let from = Walk { table: src, position: first * src_step + blocks.0, step: src_step };
-                    let to = Walk { table: dst, position: first * dst_step + blocks.1, step: dst_step };
+                    let from = Walk { reader: src.reader(first * src_step + blocks.0), step: src_step };
+                    let to = Walk { reader: dst.reader(first * dst_step + blocks.1), step: dst_step };
                     block_pairs(from, to, last - first).into()
                 }
             };
@@ -130,7 +133,7 @@ impl ItemClass {
         }
     }
 
-    fn parts(&self, nests: &[PlacedNest], steps: Steps, pairs: &Arc<[PairRun]>, out: &mut Vec<Part>) {
+    fn parts(&self, nests: &[PlacedNest], steps: Steps, pairs: &Pairs, out: &mut Vec<Part>) {
         out.extend(nests.iter().map(|n| Part {
             src_add: n.src_add,
             dst_add: n.dst_add,
@@ -139,7 +142,7 @@ impl ItemClass {
             src_step: steps.src,
             dst_step: steps.dst,
             nest: n.nest.clone(),
-            pairs: Arc::clone(pairs),
+            pairs: pairs.clone(),
         }));
     }
 
@@ -196,48 +199,71 @@ fn chains(bases: &[Base], run: u64) -> Vec<(Base, u64)> {
 /// Every `step`-th entry of a table.
 #[derive(Clone, Copy)]
 struct Walk<'a> {
-    table: &'a BlockTable,
-    position: u64,
+    reader: Reader<'a>,
     step: u64,
 }
 
-/// The block pairs of `count` steps on both sides, with steps inside one stretch of both as one run.
-fn block_pairs(src: Walk<'_>, dst: Walk<'_>, count: u64) -> Vec<PairRun> {
-    let (from, to) = (src.table.stretches(), dst.table.stretches());
-    let (mut i, mut j) = (src.table.stretch_at(src.position), dst.table.stretch_at(dst.position));
-    let (mut s, mut d, mut left) = (src.position, dst.position, count);
-    let longest = from.len().max(to.len()).min(usize::try_from(count).unwrap_or(usize::MAX));
-    let mut out = Vec::with_capacity(longest.min(from.len() + to.len()));
-    while left > 0 {
-        while s >= from[i].position + u64::from(from[i].count) {
-            i += 1;
-        }
-        while d >= to[j].position + u64::from(to[j].count) {
-            j += 1;
-        }
-        let (a, b) = (from[i], to[j]);
-        let (s_in, d_in) = (s - a.position, d - b.position);
-        // Both are below a stretch's count, which has 32 bits.
-        let steps = steps_left(u64::from(a.count) - s_in, src.step)
-            .min(steps_left(u64::from(b.count) - d_in, dst.step))
-            .min(u32::try_from(left).unwrap_or(u32::MAX));
-        let fits = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-        out.push(PairRun { src: a.id + fits(s_in), dst: b.id + fits(d_in), count: steps });
-        s += u64::from(steps) * src.step;
-        d += u64::from(steps) * dst.step;
-        left -= u64::from(steps);
+impl Walk<'_> {
+    /// The id here, and how many steps start inside consecutive ids.
+    fn get(&self) -> (u32, u32) {
+        let (id, known) = self.reader.get();
+        let steps = if self.step == 1 || known == 1 { u64::from(known) } else { u64::from(known).div_ceil(self.step) };
+        (id, u32::try_from(steps).unwrap_or(u32::MAX))
     }
-    out
 }
 
-/// How many steps start within the next `left` entries.
-fn steps_left(left: u64, step: u64) -> u32 {
-    let steps = if step == 1 {
-        left
-    } else if left <= step {
-        1
-    } else {
-        left.div_ceil(step)
-    };
-    u32::try_from(steps).unwrap_or(u32::MAX)
+/// The block pairs of `count` steps on both sides; pairs that go on by the step on both sides are one run.
+fn block_pairs(mut src: Walk<'_>, mut dst: Walk<'_>, count: u64) -> Vec<PairRun> {
+    let most = usize::try_from(count.min(src.reader.runs().max(dst.reader.runs()))).unwrap_or(0);
+    let steps = (src.step, dst.step);
+    // The scattered case is one plain loop over two lists; it is most of what a large request costs.
+    if let (Reader::List { list: from, at: i }, Reader::List { list: to, at: j }) = (src.reader, dst.reader) {
+        let (from, to) = (every(from, i, steps.0), every(to, j, steps.1));
+        let pairs = from.zip(to).take(usize::try_from(count).unwrap_or(usize::MAX));
+        return joined(pairs.map(|(s, d)| PairRun { src: s.get(), dst: d.get(), count: 1 }), steps, most);
+    }
+    let mut left = count;
+    let pairs = core::iter::from_fn(|| {
+        if left == 0 {
+            return None;
+        }
+        let ((s, s_steps), (d, d_steps)) = (src.get(), dst.get());
+        let count = s_steps.min(d_steps).min(u32::try_from(left).unwrap_or(u32::MAX));
+        src.reader.skip(u64::from(count) * src.step);
+        dst.reader.skip(u64::from(count) * dst.step);
+        left -= u64::from(count);
+        Some(PairRun { src: s, dst: d, count })
+    });
+    joined(pairs, steps, most)
+}
+
+/// Every `step`-th id from an index on.
+fn every(list: &[BlockId], at: u64, step: u64) -> impl Iterator<Item = BlockId> {
+    let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+    list.get(fits(at)..).unwrap_or_default().chunks(fits(step).max(1)).map(|chunk| chunk[0])
+}
+
+/// Joins pair runs that go on by the steps.
+pub(super) fn joined(
+    pairs: impl Iterator<Item = PairRun>,
+    (src_step, dst_step): (u64, u64),
+    most: usize,
+) -> Vec<PairRun> {
+    let mut out: Vec<PairRun> = Vec::with_capacity(most);
+    // Where the last run would go on; nowhere at first.
+    let mut next = (u64::MAX, u64::MAX);
+    for pair in pairs {
+        let count = u64::from(pair.count);
+        match out.last_mut() {
+            Some(last)
+                if next == (u64::from(pair.src), u64::from(pair.dst))
+                    && last.count.checked_add(pair.count).is_some() =>
+            {
+                last.count += pair.count;
+            }
+            _ => out.push(pair),
+        }
+        next = (u64::from(pair.src) + count * src_step, u64::from(pair.dst) + count * dst_step);
+    }
+    out
 }

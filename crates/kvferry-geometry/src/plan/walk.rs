@@ -108,6 +108,11 @@ impl Phase {
         self.runs() * self.len
     }
 
+    /// One token at the start of a block on both sides.
+    pub(super) fn start() -> Self {
+        Self { src_block: 0, dst_block: 0, src_start: (0, 0), dst_start: (0, 0), loops: ArrayVec::new(), len: 1 }
+    }
+
     fn of_run(run: &Run) -> Self {
         Self {
             src_block: run.src.block,
