@@ -219,13 +219,12 @@ fn names(family: &Family, nested: bool) -> ItemNames {
 
 fn agree(root: Section<'_>, text: Section<'_>, faults: &mut Faults) {
     for key in SHARED {
-        if let (Some(a), Some(b)) = (root.get(key), text.get(key)) {
-            if a.value != b.value {
-                let (a, b, line) = (a.value.describe(), b.value.describe(), root.line_of(key));
-                let fault =
-                    InputFault::Contradiction(format!("is {b} here but {a} on line {line}, outside text_config"));
-                text.push(key, fault, faults);
-            }
+        if let (Some(a), Some(b)) = (root.get(key), text.get(key))
+            && a.value != b.value
+        {
+            let (a, b, line) = (a.value.describe(), b.value.describe(), root.line_of(key));
+            let fault = InputFault::Contradiction(format!("is {b} here but {a} on line {line}, outside text_config"));
+            text.push(key, fault, faults);
         }
     }
 }
@@ -333,12 +332,12 @@ fn kv_heads(family: &Family, text: Section<'_>, faults: &mut Faults) -> Option<u
         None if family.model_type == "llama" => queries,
         _ => text.needed(key, MAX_HEADS, "the cache is sized by it", faults),
     };
-    if let (Some(q), Some(kv)) = (queries, heads) {
-        if q % kv != 0 {
-            let line = text.line_of("num_attention_heads");
-            let fault = format!("is {kv}, which does not divide the {q} num_attention_heads on line {line}");
-            text.push(key, InputFault::Contradiction(fault), faults);
-        }
+    if let (Some(q), Some(kv)) = (queries, heads)
+        && q % kv != 0
+    {
+        let line = text.line_of("num_attention_heads");
+        let fault = format!("is {kv}, which does not divide the {q} num_attention_heads on line {line}");
+        text.push(key, InputFault::Contradiction(fault), faults);
     }
     heads
 }
@@ -453,7 +452,7 @@ fn typed(layers: u32, window: Option<Retention>, text: Section<'_>, faults: &mut
 fn pattern_agrees(types: &[Retention], text: Section<'_>, faults: &mut Faults) -> Option<()> {
     for key in ["sliding_window_pattern", "_sliding_window_pattern"] {
         let Some(every) = text.count(key, MAX_LAYERS, faults) else { continue };
-        let full = |i: usize| (i + 1) % every as usize == 0;
+        let full = |i: usize| (i + 1).is_multiple_of(every as usize);
         if let Some(i) = types.iter().enumerate().position(|(i, r)| full(i) != (*r == Retention::Full)) {
             let line = text.line_of("layer_types");
             let fault = format!("is {every}, but layer {i} of layer_types on line {line} does not follow it");

@@ -6,11 +6,10 @@ use std::path::Path;
 use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, Rows, TokenOrder};
 use kvferry_geometry::units::Bytes;
 
-use crate::describe::{
-    DescribeError, EngineDescription, GroupRule, Grouping, MAX_BLOCK_SIZE, MAX_BLOCKS, Origin, RetentionKind,
-};
+use crate::describe::{DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS, Origin};
 use crate::dtype::{IndexerDtype, KvDtype};
 use crate::error::{Faults, InputFault};
+use crate::grouping::{GroupRule, Grouping, RetentionKind};
 use crate::model::{MAX_LAYERS, Model, ModelError, ModelOptions};
 use crate::shape::Shape;
 use crate::stages::StageLayers;

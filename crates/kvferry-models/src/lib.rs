@@ -14,6 +14,8 @@ mod describe;
 mod describe_toml;
 mod dtype;
 mod error;
+mod faults;
+mod grouping;
 mod hybrid;
 mod json;
 mod model;
@@ -25,12 +27,12 @@ mod toml_tree;
 mod tree;
 
 pub use describe::{
-    DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DescribeError, EngineDescription, GroupRule, Grouping, MAX_BLOCK_SIZE,
-    MAX_BLOCKS, MAX_PLACEMENTS, RetentionKind,
+    DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_PLACEMENTS,
 };
 pub use describe_toml::layout_named;
 pub use dtype::{Dtype, IndexerDtype, KvDtype, UnknownDtype};
 pub use error::{InputError, InputErrors, InputFault, MAX_FAULTS};
+pub use grouping::{GroupRule, Grouping, RetentionKind};
 pub use model::{Attention, LayerItems, MAX_LAYERS, Model, ModelError, ModelItems, ModelOptions, NotYet, StateLayers};
 pub use preset::preset_names;
 pub use shape::{MAX_INTERLEAVE, Shape, ShapeError, ShapeErrors};
