@@ -123,9 +123,9 @@ impl CompiledPhase {
 /// source, offset at the destination).
 pub(super) fn token_run(class: &ItemClass) -> Option<(u64, u64, u64)> {
     let [cell] = class.cells[..] else { return None };
-    let two = Phase { len: 2, ..Phase::start() };
-    let placed = place(class, &cell, &two);
-    (placed.nest.dims.is_empty()).then_some((placed.nest.run / 2, placed.src_add, placed.dst_add))
+    let PlacedNest { src_add, dst_add, nest: Nest { dims, run } } = place(class, &cell, &Phase::start());
+    let goes_on = cell.src.entry_stride == run && cell.dst.entry_stride == run;
+    (dims.is_empty() && goes_on).then_some((run, src_add, dst_add))
 }
 
 fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
