@@ -27,3 +27,8 @@ pub use skip::skip;
 pub(crate) fn small(x: u64) -> u32 {
     u32::try_from(x).expect("a small number")
 }
+
+/// The README's example, so that it is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
