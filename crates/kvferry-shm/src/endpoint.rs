@@ -1,0 +1,569 @@
+//! The endpoint: ties connections, registrations, copy threads and operations together, and is the [`Transport`].
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_geometry::units::RegionId;
+use kvferry_transport::admit::{Named, admit};
+use kvferry_transport::blob::Blob;
+use kvferry_transport::{
+    Capabilities, ConnectError, DeregisterError, EndpointId, Event, LostCause, OpId, OpKind, Outcome, PeerId, PeerInfo,
+    Region, RegisterError, Revocation, RevokeError, RevokeScope, Stats, Submission, SubmitError, TransferError,
+    Transport, UnknownOp, UnknownPeer,
+};
+use rustix::io::Errno;
+
+use crate::board::Board;
+use crate::config::{Config, OpenError};
+use crate::crew::Crew;
+use crate::frame::{Access, MAX_FRAME, MAX_NOTIFY};
+use crate::guest::{Guests, House};
+use crate::job::{End, Job, Regions};
+use crate::lane::LanePart;
+use crate::link::{Caller, Link, Needs, News};
+use crate::local::Local;
+use crate::poller::{LOOK, Poller, Source};
+use crate::process::{Kernel, Linux, Way};
+use crate::sock;
+
+const BACKEND: &str = "shm";
+/// How long until given-up regions are looked at again.
+const BURY_AGAIN: Duration = Duration::from_millis(1);
+/// How long the end of an endpoint may wait for peers that are inside a slice of its plain memory.
+const LAST_WAIT: Duration = Duration::from_millis(500);
+
+/// One rank's endpoint on this host. See the [crate's text](crate) for what it guarantees, and [`Transport`] for how it
+/// is driven.
+pub struct ShmTransport {
+    // Dropped first: no copy thread runs while the rest goes.
+    crew: Crew,
+    config: Config,
+    capabilities: Capabilities,
+    house: House,
+    name: Vec<u8>,
+    poller: Poller,
+    local: Local,
+    guests: Guests,
+    links: BTreeMap<PeerId, Peer>,
+    ops: BTreeMap<OpId, Op>,
+    events: VecDeque<Event>,
+    misc: Misc,
+}
+
+/// Counters, and what is used by every connection.
+struct Misc {
+    next_peer: u64,
+    next_op: u64,
+    buffer: Box<[u8]>,
+    kernel: Arc<dyn Kernel>,
+}
+
+/// A connection and the operations on it that have not begun.
+struct Peer {
+    link: Link,
+    /// Operations that have not ended.
+    open: usize,
+    /// Operations that wait for the lane or for grants, oldest first.
+    waiting: VecDeque<OpId>,
+    /// Something changed that may let them go on, or things wait to be sent.
+    stirred: bool,
+    /// It was disconnected and goes when its operations have ended.
+    closing: bool,
+}
+
+struct Op {
+    submission: Submission,
+    named: Named,
+    stage: Stage,
+}
+
+enum Stage {
+    Waiting,
+    Running(Arc<Job>),
+    /// The bytes are moved; the notification waits for room.
+    Notifying(Stats),
+}
+
+impl std::fmt::Debug for ShmTransport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ShmTransport")
+            .field("id", &self.house.id)
+            .field("peers", &self.links.len())
+            .field("operations", &self.ops.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ShmTransport {
+    /// Opens an endpoint: it can be connected to from now on, and answers when it is stepped.
+    ///
+    /// # Errors
+    /// A setting out of its range, a name that is taken, or what the system refused.
+    pub fn new(config: Config) -> Result<Self, OpenError> {
+        Self::with_kernel(config, Arc::new(Linux))
+    }
+
+    pub(crate) fn with_kernel(config: Config, kernel: Arc<dyn Kernel>) -> Result<Self, OpenError> {
+        config.check()?;
+        let mut random = [0u8; 48];
+        getrandom::fill(&mut random)
+            .map_err(|e| OpenError::System { what: "getting random bytes", reason: e.to_string() })?;
+        let (id, token, probe) = thirds(&random);
+        let id = EndpointId::new(id);
+        let name = config.name.clone().unwrap_or_else(|| format!("kvferry-{id}"));
+        let listener = sock::listen(name.as_bytes()).map_err(|errno| match errno {
+            Errno::ADDRINUSE => OpenError::NameTaken { name: name.clone() },
+            errno => OpenError::system("listening on a Unix socket")(errno),
+        })?;
+        let board = Board::new().map_err(|e| OpenError::board(&e))?;
+        let poller = Poller::new().map_err(OpenError::system("making an epoll descriptor"))?;
+        let crew = Crew::new(config.threads).map_err(OpenError::system("making an eventfd"))?;
+        poller.add(&listener, Source::Listener).map_err(OpenError::system("watching the listener"))?;
+        poller.add(crew.wake_fd(), Source::Crew).map_err(OpenError::system("watching the eventfd"))?;
+        let mut capabilities = Capabilities::host(BACKEND);
+        capabilities.max_notify = MAX_NOTIFY;
+        capabilities.revocation = Revocation::Unsupported;
+        let house = House {
+            id,
+            token,
+            other_users: config.other_users,
+            grant_writes: config.grant_writes,
+            max_guests: config.max_guests,
+        };
+        Ok(Self {
+            crew,
+            capabilities,
+            house,
+            name: name.into_bytes(),
+            poller,
+            local: Local::new(board, probe),
+            guests: Guests::new(listener),
+            links: BTreeMap::new(),
+            ops: BTreeMap::new(),
+            events: VecDeque::new(),
+            misc: Misc { next_peer: 0, next_op: 0, buffer: vec![0; MAX_FRAME].into(), kernel },
+            config,
+        })
+    }
+
+    /// Registers memory that peers may read and not write. Enforced where they map it; a peer that the kernel lets into
+    /// this process's memory (`process_vm_writev`) is trusted.
+    ///
+    /// # Errors
+    /// As for [`Transport::register`].
+    pub fn register_read_only(&mut self, region: Region) -> Result<RegionId, RegisterError> {
+        self.local.register(region, true, &self.capabilities)
+    }
+
+    fn caller(&self) -> Caller<'_> {
+        Caller {
+            id: self.house.id,
+            board: self.local.board.fd(),
+            other_users: self.config.other_users,
+            answer_within: self.config.answer_within,
+        }
+    }
+
+    fn on_link(&mut self, id: PeerId) {
+        let held: usize = self.links.values().map(|p| p.link.mappings()).sum();
+        let room = self.config.max_mappings.saturating_sub(held);
+        let Some(peer) = self.links.get_mut(&id) else { return };
+        if peer.link.lost().is_some() {
+            return;
+        }
+        let news = peer.link.read(&mut self.misc.buffer, &self.poller, room);
+        peer.stirred = true;
+        self.take(id, news);
+    }
+
+    fn take(&mut self, id: PeerId, news: Vec<News>) {
+        for news in news {
+            match news {
+                News::Up if self.links.get(&id).is_some_and(|p| !p.closing) => {
+                    self.events.push_back(Event::Connected { peer: id });
+                }
+                News::Up | News::Granted => {}
+                News::Sent(op) => {
+                    if let Some(Op { stage: Stage::Notifying(stats), .. }) = self.ops.get(&op) {
+                        let done = Outcome::Done(*stats);
+                        self.end(op, done);
+                    }
+                }
+                News::Lost(cause) => self.lose(id, cause),
+            }
+        }
+    }
+
+    /// Gives a connection up; its operations end at once or when their threads have stopped.
+    fn lose(&mut self, id: PeerId, cause: LostCause) {
+        let Some(peer) = self.links.get_mut(&id) else { return };
+        if peer.link.lost().is_some() {
+            return;
+        }
+        peer.link.lose(cause.clone(), &self.poller);
+        let error = if peer.closing { TransferError::Disconnected } else { TransferError::PeerLost(cause) };
+        self.stop_all(id, &error);
+    }
+
+    fn stop_all(&mut self, id: PeerId, error: &TransferError) {
+        let mut ended = Vec::new();
+        for (op, state) in self.ops.iter().filter(|(_, op)| op.submission.peer == id) {
+            match &state.stage {
+                Stage::Running(job) => job.stop(),
+                Stage::Waiting | Stage::Notifying(_) => ended.push(*op),
+            }
+        }
+        if let Some(peer) = self.links.get_mut(&id) {
+            peer.waiting.clear();
+            peer.stirred = true;
+        }
+        for op in ended {
+            self.end(op, Outcome::Failed(error.clone()));
+        }
+    }
+
+    /// Tells the end of an operation.
+    fn end(&mut self, id: OpId, outcome: Outcome) {
+        let Some(op) = self.ops.remove(&id) else { return };
+        self.local.unname(&op.named.ours);
+        let peer = op.submission.peer;
+        if let Some(state) = self.links.get_mut(&peer) {
+            state.open -= 1;
+            state.stirred = true;
+            if let Outcome::Failed(TransferError::Stale { region }) = &outcome {
+                state.link.forget(*region);
+            }
+        }
+        self.events.push_back(Event::Completed { op: id, peer, outcome });
+    }
+
+    /// What follows when the threads are done with an operation.
+    fn on_moved(&mut self, id: OpId, end: End) {
+        let Some(op) = self.ops.get_mut(&id) else { return };
+        let peer_id = op.submission.peer;
+        let Some(peer) = self.links.get_mut(&peer_id) else { return };
+        let failed = match (peer.link.lost(), end) {
+            (Some(cause), _) if !peer.closing => Some(TransferError::PeerLost(cause.clone())),
+            (_, _) if peer.closing => Some(TransferError::Disconnected),
+            (_, End::Failed(error)) => Some(error),
+            (_, End::Stopped) => Some(TransferError::Cancelled),
+            // The bytes are those of the peer's memory whatever became of it. Only if it was there after the last of them is
+            // this a success: what a peer that died had in mind for them is not known.
+            (_, End::Moved(_)) if peer.link.is_gone() => Some(TransferError::PeerLost(LostCause::Gone)),
+            (_, End::Moved(stats)) => {
+                match op.submission.notify.take() {
+                    Some(payload) => {
+                        op.stage = Stage::Notifying(stats);
+                        peer.link.notify(id, payload);
+                        peer.stirred = true;
+                    }
+                    None => self.end(id, Outcome::Done(stats)),
+                }
+                return;
+            }
+        };
+        if let Some(error) = failed {
+            let gone = match &error {
+                TransferError::PeerLost(cause) => Some(cause.clone()),
+                _ => None,
+            };
+            self.end(id, Outcome::Failed(error));
+            if let Some(cause) = gone {
+                self.lose(peer_id, cause);
+            }
+        }
+    }
+
+    /// Begins what can begin on a connection, sends, and tells its end.
+    fn stir(&mut self, id: PeerId) {
+        let waiting = match self.links.get_mut(&id) {
+            Some(peer) if peer.stirred => {
+                peer.stirred = false;
+                std::mem::take(&mut peer.waiting)
+            }
+            _ => return,
+        };
+        let mut left = VecDeque::new();
+        for op in waiting {
+            if !self.begin(id, op) {
+                left.push_back(op);
+            }
+        }
+        let Some(peer) = self.links.get_mut(&id) else { return };
+        peer.waiting = left;
+        let mut news = peer.link.flush(&self.poller);
+        let lost = news.pop_if(|n| matches!(n, News::Lost(_)));
+        self.take(id, news);
+        if let Some(lost) = lost {
+            // What the peer said before it closed tells more.
+            self.on_link(id);
+            self.take(id, vec![lost]);
+        }
+        let Some(peer) = self.links.get_mut(&id) else { return };
+        if peer.open > 0 {
+            return;
+        }
+        if peer.closing {
+            self.links.remove(&id);
+        } else if let Some(cause) = peer.link.tell_loss() {
+            peer.link.unmap();
+            self.events.push_back(Event::PeerLost { peer: id, cause });
+        }
+    }
+
+    /// Begins an operation; false if it must wait.
+    fn begin(&mut self, peer: PeerId, id: OpId) -> bool {
+        let (Some(op), Some(state)) = (self.ops.get_mut(&id), self.links.get_mut(&peer)) else { return true };
+        let (way, access) = match op.submission.kind {
+            OpKind::Read => (Way::Fetch, Access::Read),
+            OpKind::Write => (Way::Store, Access::Write),
+        };
+        let peers = match state.link.places(&op.named.peers, access) {
+            Needs::Wait => return false,
+            Needs::Failed(error) => {
+                self.end(id, Outcome::Failed(error));
+                return true;
+            }
+            Needs::Ready(peers) => peers,
+        };
+        let region = |region: &RegionId| self.local.table().get(*region).map(|r| (*region, r.clone()));
+        let ours: Option<Vec<_>> = op.named.ours.iter().map(region).collect();
+        let job = ours.zip(state.link.side()).and_then(|(ours, side)| {
+            let regions = Regions { ours, peers };
+            Job::new(id, way, op.submission.batch.clone(), regions, side, self.crew.size())
+        });
+        match job {
+            Some((job, shares)) => {
+                self.crew.add(&job, shares);
+                op.stage = Stage::Running(job);
+            }
+            None => {
+                let reason = "internal error of the shm backend: a region changed under an operation".to_owned();
+                self.end(id, Outcome::Failed(TransferError::Lane { reason }));
+            }
+        }
+        true
+    }
+
+    fn tick(&mut self, now: Duration) -> Option<Duration> {
+        let mut next = self.guests.tick(now, &self.poller);
+        let mut broken = Vec::new();
+        let caller = Caller {
+            id: self.house.id,
+            board: self.local.board.fd(),
+            other_users: self.config.other_users,
+            answer_within: self.config.answer_within,
+        };
+        for (id, peer) in &mut self.links {
+            match peer.link.tick(now, &caller, &self.poller) {
+                Ok(at) => next = [next, at].into_iter().flatten().min(),
+                Err(cause) => broken.push((*id, cause)),
+            }
+        }
+        for (id, cause) in broken {
+            self.lose(id, cause);
+        }
+        if self.local.bury(|key| self.guests.board(key)) {
+            next = Some(next.map_or(now + BURY_AGAIN, |n| n.min(now + BURY_AGAIN)));
+        }
+        next
+    }
+}
+
+impl Transport for ShmTransport {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn endpoint(&self) -> EndpointId {
+        self.house.id
+    }
+
+    fn register(&mut self, region: Region) -> Result<RegionId, RegisterError> {
+        self.local.register(region, false, &self.capabilities)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<(), DeregisterError> {
+        self.local.deregister(region, self.guests.boards())
+    }
+
+    fn blob(&self) -> Vec<u8> {
+        let lane = LanePart { name: self.name.clone(), token: self.house.token, plain: self.local.plain() };
+        Blob {
+            backend: BACKEND.to_owned(),
+            endpoint: self.house.id,
+            generation: self.local.table().generation(),
+            regions: self.local.table().lens(),
+            lane: lane.encode(),
+        }
+        .encode()
+    }
+
+    fn connect(&mut self, blob: &[u8]) -> Result<PeerId, ConnectError> {
+        let blob = Blob::decode(blob)?;
+        if blob.backend != BACKEND {
+            return Err(ConnectError::WrongBackend { expected: BACKEND, got: blob.backend });
+        }
+        let part = LanePart::decode(&blob.lane).map_err(|reason| ConnectError::BadLane { backend: BACKEND, reason })?;
+        let endpoint = blob.endpoint;
+        if endpoint == self.house.id {
+            return Err(ConnectError::Itself);
+        }
+        let same = |(_, peer): &(&PeerId, &Peer)| !peer.closing && peer.link.endpoint() == endpoint;
+        if let Some((peer, _)) = self.links.iter().find(same) {
+            return Err(ConnectError::AlreadyConnected { endpoint, peer: *peer });
+        }
+        let unreachable = |reason: String| ConnectError::Unreachable { endpoint, reason };
+        let id = PeerId::new(self.misc.next_peer);
+        let mut link = Link::new(id, blob, part, self.misc.kernel.clone())
+            .map_err(|e| unreachable(format!("no socket could be made: {e}")))?;
+        link.dial(Duration::ZERO, &self.caller(), &self.poller).map_err(|cause| {
+            match cause {
+            LostCause::Gone => unreachable(
+                "nobody listens under its name: its process has ended, or runs in another network namespace, where its \
+                 abstract socket is not seen"
+                    .to_owned(),
+            ),
+            other => unreachable(other.to_string()),
+        }
+        })?;
+        self.misc.next_peer += 1;
+        self.links.insert(id, Peer { link, open: 0, waiting: VecDeque::new(), stirred: true, closing: false });
+        Ok(id)
+    }
+
+    fn disconnect(&mut self, id: PeerId) -> Result<(), UnknownPeer> {
+        let peer = self.links.get_mut(&id).filter(|p| !p.closing).ok_or(UnknownPeer(id))?;
+        peer.closing = true;
+        peer.link.lose(LostCause::Gone, &self.poller);
+        self.stop_all(id, &TransferError::Disconnected);
+        self.stir(id);
+        Ok(())
+    }
+
+    fn peer(&self, id: PeerId) -> Result<PeerInfo, UnknownPeer> {
+        self.links.get(&id).filter(|p| !p.closing).map(|p| p.link.info()).ok_or(UnknownPeer(id))
+    }
+
+    fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
+        let id = submission.peer;
+        let peer = self.links.get_mut(&id).filter(|p| !p.closing).ok_or(SubmitError::UnknownPeer { peer: id })?;
+        if let Some(cause) = peer.link.lost() {
+            return Err(SubmitError::PeerLost { peer: id, cause: cause.clone() });
+        }
+        let ours = |region| self.local.table().len_of(region);
+        let named = admit(&submission, &self.capabilities, self.ops.len(), ours, &peer.link.info())?;
+        self.crew
+            .start(&self.local.board)
+            .map_err(|e| SubmitError::Refused { reason: format!("a copy thread could not be started: {e}") })?;
+        let op = OpId::new(self.misc.next_op);
+        self.misc.next_op += 1;
+        self.local.name(&named.ours);
+        peer.open += 1;
+        peer.waiting.push_back(op);
+        peer.stirred = true;
+        self.ops.insert(op, Op { submission, named, stage: Stage::Waiting });
+        Ok(op)
+    }
+
+    fn cancel(&mut self, id: OpId) -> Result<(), UnknownOp> {
+        let op = self.ops.get(&id).ok_or(UnknownOp(id))?;
+        match &op.stage {
+            Stage::Running(job) => {
+                job.stop();
+                return Ok(());
+            }
+            Stage::Waiting | Stage::Notifying(_) => {
+                if let Some(peer) = self.links.get_mut(&op.submission.peer) {
+                    peer.waiting.retain(|waiting| *waiting != id);
+                    peer.link.unnotify(id);
+                }
+            }
+        }
+        self.end(id, Outcome::Failed(TransferError::Cancelled));
+        Ok(())
+    }
+
+    fn revoke(&mut self, _scope: RevokeScope) -> Result<(), RevokeError> {
+        Err(RevokeError::Unsupported { backend: BACKEND })
+    }
+
+    fn step(&mut self, now: Duration) -> Option<Duration> {
+        let ready = self.poller.look();
+        let more = ready.len() == LOOK;
+        for source in ready {
+            match source {
+                Source::Listener => self.guests.accept(now, &self.house, &self.poller),
+                Source::Crew => {}
+                Source::Link(peer) => self.on_link(peer),
+                Source::Process(peer) => {
+                    // What it sent before it ended may tell why.
+                    self.on_link(peer);
+                    self.lose(peer, LostCause::Gone);
+                }
+                Source::Guest(key) => self.guests.serve(
+                    key,
+                    &self.house,
+                    &self.local,
+                    &self.poller,
+                    &mut self.misc.buffer,
+                    &mut self.events,
+                ),
+            }
+        }
+        for (op, end) in self.crew.take_ended() {
+            self.on_moved(op, end);
+        }
+        let next = self.tick(now);
+        let stirred: Vec<PeerId> = self.links.iter().filter(|(_, p)| p.stirred).map(|(id, _)| *id).collect();
+        for peer in stirred {
+            self.stir(peer);
+        }
+        let again = more || self.links.values().any(|p| p.stirred);
+        if again { Some(now) } else { next }
+    }
+
+    fn next_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.poller.fd()
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        sock::readable(self.poller.fd(), timeout)
+    }
+}
+
+impl Drop for ShmTransport {
+    fn drop(&mut self) {
+        for op in self.ops.values() {
+            if let Stage::Running(job) = &op.stage {
+                job.stop();
+            }
+        }
+        // Peers may be inside a slice of our memory. What they map lives on by itself, but plain memory would be re-used under
+        // their hands: it waits for them, and is never freed if they don't leave.
+        let ids: Vec<RegionId> = self.local.table().iter().map(|(id, _)| id).collect();
+        for id in ids {
+            self.local.abandon(id, self.guests.boards());
+        }
+        let until = Instant::now() + LAST_WAIT;
+        while self.local.bury(|key| self.guests.board(key)) {
+            if Instant::now() >= until {
+                self.local.leak_graves();
+                return;
+            }
+            std::thread::sleep(BURY_AGAIN);
+            self.guests.drop_gone();
+        }
+    }
+}
+
+fn thirds(random: &[u8; 48]) -> ([u8; 16], [u8; 16], [u8; 16]) {
+    let part = |from: usize| std::array::from_fn(|i| random[from + i]);
+    (part(0), part(16), part(32))
+}

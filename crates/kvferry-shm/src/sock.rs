@@ -1,0 +1,166 @@
+//! Messages and file descriptors over Unix sockets of the `SEQPACKET` type: whole frames, in order, never half of one.
+//!
+//! Names are in the abstract namespace, so no file exists and none is left behind when a process is killed. Every call
+//! is non-blocking. A message can bring at most one descriptor; more, or a frame longer than the buffer, is reported as
+//! such and its descriptors are closed.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+
+/// What a receive gave.
+pub(crate) enum Received {
+    /// A frame of this many bytes at the front of the buffer, and the descriptor that came with it.
+    Frame(usize, Option<OwnedFd>),
+    /// Nothing now.
+    Nothing,
+    /// The other end is closed and everything it sent was received.
+    Closed,
+    /// A frame that no conforming peer sends: too long, or with more than one descriptor.
+    Improper(&'static str),
+}
+
+/// A socket that listens on an abstract name.
+pub(crate) fn listen(name: &[u8]) -> Result<OwnedFd, Errno> {
+    let fd = socket()?;
+    rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name)?)?;
+    rustix::net::listen(&fd, 128)?;
+    Ok(fd)
+}
+
+/// A socket that is not connected yet.
+pub(crate) fn socket() -> Result<OwnedFd, Errno> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
+}
+
+/// Connects. `Errno::AGAIN`: the listener's queue is full; `Errno::CONNREFUSED`: nobody has that name.
+pub(crate) fn connect(fd: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+    rustix::net::connect(fd, &SocketAddrUnix::new_abstract_name(name)?)
+}
+
+/// The next connection that waits.
+pub(crate) fn accept(fd: &OwnedFd) -> Result<OwnedFd, Errno> {
+    rustix::net::accept_with(fd, FLAGS)
+}
+
+/// Who is at the other end of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Credentials {
+    /// Its process, as seen from here; zero if it is in a pid namespace that cannot be seen from here.
+    pub(crate) pid: i32,
+    /// Its effective user.
+    pub(crate) user: u32,
+}
+
+/// Who is at the other end, as the kernel says: for the connecting side, who called `listen`.
+pub(crate) fn credentials(fd: &OwnedFd) -> Result<Credentials, Errno> {
+    use std::os::fd::AsRawFd;
+    let mut got = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
+    // SAFETY: `got` is a whole `ucred`, which any bytes are a value of, and `len` is its size. (rustix has this call, but
+    // its process ids cannot be zero.)
+    let status = unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut got).cast(), &raw mut len)
+    };
+    if status == 0 { Ok(Credentials { pid: got.pid, user: got.uid }) } else { Err(last_errno()) }
+}
+
+/// The error of the system call that just failed.
+pub(crate) fn last_errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// Sends one frame made of two pieces, with a descriptor.
+pub(crate) fn send(fd: &OwnedFd, head: &[u8], tail: &[u8], pass: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds: [BorrowedFd<'_>; 1];
+    if let Some(pass) = pass {
+        fds = [pass];
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    let pieces = [IoSlice::new(head), IoSlice::new(tail)];
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    retry(|| rustix::net::sendmsg(fd, &pieces, &mut control, flags)).map(|_| ())
+}
+
+/// Receives one frame.
+pub(crate) fn receive(fd: &OwnedFd, buffer: &mut [u8]) -> Result<Received, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut resets = 0;
+    loop {
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(buffer)];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let got = match rustix::net::recvmsg(fd, &mut into, &mut control, flags) {
+            Ok(got) => got,
+            Err(Errno::INTR) => continue,
+            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            // A peer that closed with unread input resets the connection, once, before what it sent is read out.
+            Err(Errno::CONNRESET) if resets == 0 => {
+                resets += 1;
+                continue;
+            }
+            Err(Errno::CONNRESET) => return Ok(Received::Closed),
+            Err(e) => return Err(e),
+        };
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(passed) = message {
+                fds.extend(passed);
+            }
+        }
+        if got.flags.contains(ReturnFlags::TRUNC) {
+            return Ok(Received::Improper("a frame longer than the longest"));
+        }
+        if got.flags.contains(ReturnFlags::CTRUNC) || fds.len() > 1 {
+            return Ok(Received::Improper("more than one file descriptor in a frame"));
+        }
+        if got.bytes == 0 && fds.is_empty() {
+            return Ok(Received::Closed);
+        }
+        return Ok(Received::Frame(got.bytes, fds.pop()));
+    }
+}
+
+/// Whether the other end of a socket is closed, or a process descriptor says that its process ended.
+pub(crate) fn gone(socket: &OwnedFd, process: Option<&OwnedFd>) -> bool {
+    let hang_up = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+    let mut fds = vec![PollFd::new(socket, PollFlags::RDHUP)];
+    if let Some(process) = process {
+        fds.push(PollFd::new(process, PollFlags::IN));
+    }
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    match retry(|| poll(&mut fds, Some(&zero))) {
+        Ok(0) | Err(_) => false,
+        Ok(_) => fds[0].revents().intersects(hang_up) || fds.get(1).is_some_and(|p| !p.revents().is_empty()),
+    }
+}
+
+/// Whether a descriptor becomes readable within the time.
+pub(crate) fn readable(fd: impl AsFd, timeout: Option<std::time::Duration>) -> bool {
+    let limit = timeout.map(|t| Timespec {
+        tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(t.subsec_nanos()),
+    });
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    matches!(poll(&mut fds, limit.as_ref()), Ok(n) if n > 0)
+}
+
+fn retry<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
