@@ -120,7 +120,7 @@ impl MemTransport {
     }
 
     fn step_ops(&mut self, now: Duration) -> Option<Duration> {
-        let faults = self.shared.faults().clone();
+        let faults = self.shared.faults();
         let mut ids: Vec<_> = self.ops.keys().copied().collect();
         if faults.shuffle {
             self.rng.shuffle(&mut ids);

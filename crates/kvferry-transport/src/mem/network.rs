@@ -50,7 +50,7 @@ impl MemNetwork {
             id: EndpointId::new(id),
             access: RwLock::new(Access { alive: true, ..Access::default() }),
             inbox: Mutex::new(VecDeque::new()),
-            faults: Mutex::new(MemFaults::default()),
+            faults: Mutex::new(Arc::default()),
             signal,
         });
         state.endpoints.insert(shared.id, shared.clone());
@@ -61,7 +61,7 @@ impl MemNetwork {
     /// Sets the faults of an endpoint from now on; false if it is gone.
     pub fn set_faults(&self, endpoint: EndpointId, faults: MemFaults) -> bool {
         let Some(shared) = self.find(endpoint) else { return false };
-        *shared.faults.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+        *shared.faults.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(faults);
         shared.signal.raise();
         true
     }
@@ -98,7 +98,7 @@ pub(super) struct Shared {
     /// Held for reading while a peer moves a slice, for writing to take back access: so access is excluded at return.
     access: RwLock<Access>,
     inbox: Mutex<VecDeque<Notice>>,
-    pub(super) faults: Mutex<MemFaults>,
+    faults: Mutex<Arc<MemFaults>>,
     pub(super) signal: Signal,
 }
 
@@ -144,8 +144,8 @@ impl Shared {
         self.access.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn faults(&self) -> MutexGuard<'_, MemFaults> {
-        self.faults.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn faults(&self) -> Arc<MemFaults> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Hands the notice back if the inbox is full.
