@@ -21,7 +21,8 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-models", &["kvferry-geometry"]),
     ("kvferry-proto", &["kvferry-geometry"]),
     ("kvferry-transport", &["kvferry-geometry"]),
-    ("kvferry-memory", &["kvferry-geometry"]),
+    // Its buffers are made into transport's regions, which only a crate with unsafe code can do.
+    ("kvferry-memory", &["kvferry-geometry", "kvferry-transport"]),
     ("kvferry-shm", &["kvferry-geometry", "kvferry-transport", "kvferry-memory"]),
     ("kvferry-session", &["kvferry-geometry", "kvferry-proto", "kvferry-transport", "kvferry-memory"]),
     ("kvferry", &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),

@@ -27,19 +27,15 @@ struct Tally {
     failures: Vec<String>,
 }
 
-/// Runs tests, then doctests, also where tests failed; fails where anything did.
+/// Runs tests and doctests, all of them also after one has failed; fails where anything did.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
     let mut tally = Tally::default();
-    let mut sound = true;
-    for targets in [&["--lib", "--bins", "--tests", "--examples"][..], &["--doc"]] {
-        let mut line = vec!["test", "--no-fail-fast"];
-        if !args.filter.iter().any(|a| a == "-p" || a.starts_with("--package")) {
-            line.push("--workspace");
-        }
-        line.extend(targets);
-        sound &= run_cargo(&line, &args.filter, &mut tally)?;
+    let mut line = vec!["test", "--no-fail-fast"];
+    if !args.filter.iter().any(|a| a == "-p" || a.starts_with("--package")) {
+        line.push("--workspace");
     }
+    let sound = run_cargo(&line, &args.filter, &mut tally)?;
     println!();
     for skipped in &tally.skipped {
         println!("skipped: {skipped}");
