@@ -177,7 +177,7 @@ impl<'t, 'm> Execution<'t, 'm> {
             return Err(disagrees("is_empty()", u64::from(batch.is_empty()), u64::from(moves.is_empty())));
         }
         for buffer in [1, 3, 64] {
-            let flat = flatten(batch, buffer);
+            let flat = flatten(batch, &[buffer]);
             if let Some(byte) = first_difference(&moves, &flat) {
                 return Err(Finding::Cursor { src: s, dst: d, buffer, byte });
             }
@@ -227,8 +227,9 @@ impl<'t, 'm> Execution<'t, 'm> {
     }
 }
 
-/// The runs of a batch by the formula of its module; `None` on overflow.
-fn expand(batch: &Batch) -> Option<Vec<Descriptor>> {
+/// The runs of a batch by the formula of its module, in its order; `None` on overflow.
+#[must_use]
+pub fn expand(batch: &Batch) -> Option<Vec<Descriptor>> {
     let mut out = Vec::new();
     for section in batch.sections() {
         for base in section.bases.iter() {
@@ -272,18 +273,33 @@ fn expand(batch: &Batch) -> Option<Vec<Descriptor>> {
     Some(out)
 }
 
-/// The cursor's descriptors through buffers of one length.
-fn flatten(batch: &Batch, buffer: usize) -> Vec<Descriptor> {
+/// The cursor's descriptors through buffers of these lengths, in turn; a list of none or of zeros gives nothing.
+#[must_use]
+pub fn flatten(batch: &Batch, buffers: &[usize]) -> Vec<Descriptor> {
     let mut cursor = batch.cursor();
-    let mut buffer = vec![Descriptor::default(); buffer];
     let mut out = Vec::new();
-    loop {
+    for &len in buffers.iter().filter(|&&len| len > 0).cycle() {
+        let mut buffer = vec![Descriptor::default(); len];
         let n = cursor.fill(&mut buffer);
         if n == 0 {
-            return out;
+            break;
         }
         out.extend_from_slice(&buffer[..n]);
     }
+    out
+}
+
+/// The same bytes in the same order in the fewest descriptors.
+#[must_use]
+pub fn joined(list: &[Descriptor]) -> Vec<Descriptor> {
+    let mut out: Vec<Descriptor> = Vec::new();
+    for d in list {
+        match out.last_mut() {
+            Some(last) if continues(last, d) => last.len += d.len,
+            _ => out.push(*d),
+        }
+    }
+    out
 }
 
 fn continues(a: &Descriptor, b: &Descriptor) -> bool {
@@ -293,19 +309,9 @@ fn continues(a: &Descriptor, b: &Descriptor) -> bool {
         && a.dst_offset + a.len == b.dst_offset
 }
 
-/// The first byte, counted along both lists, that one list moves elsewhere than the other.
+/// The first byte, counted along both lists, that one list moves elsewhere than the other. Joined, lists of the same
+/// bytes in the same order are equal.
 fn first_difference(a: &[Descriptor], b: &[Descriptor]) -> Option<u64> {
-    // Joining neighbours the long way gives the same list for the same bytes in the same order.
-    let joined = |list: &[Descriptor]| {
-        let mut out: Vec<Descriptor> = Vec::new();
-        for d in list {
-            match out.last_mut() {
-                Some(last) if continues(last, d) => last.len += d.len,
-                _ => out.push(*d),
-            }
-        }
-        out
-    };
     let (a, b) = (joined(a), joined(b));
     let mut byte = 0;
     for (x, y) in a.iter().zip(&b) {

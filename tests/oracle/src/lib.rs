@@ -22,7 +22,7 @@ mod walk;
 
 pub use compare::{Mismatch, Report, Verdict};
 pub use cover::{Missing, uncovered};
-pub use execute::{Execution, Expansion, Finding};
+pub use execute::{Execution, Expansion, Finding, expand, flatten, joined};
 pub use memory::{Memory, Stamp, fill_source};
 pub use transfer::{DstTable, Fate, Gap, SrcTable, Transfer};
 pub use walk::{Cell, Table, dealt, walk};

@@ -3,7 +3,7 @@
 use kvferry_geometry::spec::{Component, Item, PagedItem, Retention};
 use kvferry_geometry::units::Tokens;
 
-use crate::{Choices, small};
+use super::{Choices, small};
 
 /// A few items of one model: layers alike and layers unlike, GQA and MLA, one to three components of 1 to 16 bytes, and
 /// at most three kinds of retention.

@@ -4,7 +4,7 @@ use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKi
 use kvferry_geometry::spec::{ModelSpec, PagedItem};
 use kvferry_geometry::units::{Bytes, RegionId};
 
-use crate::{Choices, small};
+use super::{Choices, small};
 
 /// An item of a rank that needs memory.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,7 @@ use proptest::num::u32::ANY;
 use proptest::strategy::{Strategy as _, ValueTree as _};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
-use crate::{Case, Choices};
+use super::{Case, Choices};
 
 /// Choices that a case is made from directly; longer parts fork.
 const CHOICES: usize = 96;
@@ -34,7 +34,10 @@ pub fn cases(normal: u32) -> u32 {
 /// Where the property fails: with the seed, the smallest list of choices found that fails, and what it makes.
 pub fn check_cases(name: &str, count: u32, property: impl Fn(&Case) -> Result<(), String>) {
     let seed = seed();
-    let config = Config { cases: count, failure_persistence: None, max_shrink_iters: 3000, ..Config::default() };
+    // Unless PROPTEST_MAX_SHRINK_ITERS says otherwise.
+    let default = Config::default();
+    let max_shrink_iters = if default.max_shrink_iters == u32::MAX { 3000 } else { default.max_shrink_iters };
+    let config = Config { cases: count, failure_persistence: None, max_shrink_iters, ..default };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     for (slot, byte) in key[8..].iter_mut().zip(name.bytes()) {

@@ -9,8 +9,8 @@ use kvferry_geometry::spec::{Item, ModelSpec};
 use kvferry_geometry::units::{Bytes, ItemId, Name, Tokens};
 use kvferry_oracle::{Missing, uncovered};
 
-use crate::odd_layout::{Page, Sharing, odd_layout};
-use crate::{Choices, small};
+use super::odd_layout::{Page, Sharing, odd_layout};
+use super::{Choices, small};
 
 /// The most ranks of one engine.
 const MAX_RANKS: u64 = 16;

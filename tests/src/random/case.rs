@@ -15,8 +15,8 @@ use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_oracle::{DstTable, Execution, Expansion, SrcTable, Table, Transfer, Verdict};
 
-use crate::engine::{Draft, Engine, RefusedDraft};
-use crate::{Choices, random_items, small};
+use super::engine::{Draft, Engine, RefusedDraft};
+use super::{Choices, random_items, small};
 
 /// Bytes of both engines' tokens together, more or less: what keeps a case fast.
 const BUDGET: u64 = 48 << 10;
