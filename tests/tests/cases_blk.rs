@@ -1,4 +1,5 @@
 //! BLK cases: block sizes that differ between engines and between groups.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::Tokens;

@@ -1,4 +1,5 @@
 //! DCP cases: tokens dealt out to ranks, in degrees that differ.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
 //! HMA cases: groups with windows, and layers that share memory.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeSet;
 

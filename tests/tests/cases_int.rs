@@ -1,4 +1,5 @@
 //! INT cases: integers and sizes.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use kvferry_geometry::batch::Descriptor;
 use kvferry_geometry::layout::LayoutStyle;

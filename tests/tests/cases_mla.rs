@@ -1,4 +1,5 @@
 //! MLA cases: items that every rank holds whole, alone and beside items that are split.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,5 @@
 //! PFX cases: prefix hits, partial blocks, lists that grow.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::Tokens;

@@ -1,4 +1,5 @@
 //! PP cases: pipeline stages that are cut differently, and layers that are named.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
 //! REG cases: registrations, and block lists that don't match.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use std::ptr::NonNull;
 use std::sync::Arc;

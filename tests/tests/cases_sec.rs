@@ -1,4 +1,5 @@
 //! SEC cases: what a hostile peer may claim.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
 use kvferry_geometry::batch::Side;
 use kvferry_geometry::request::{BoundRequest, RequestError, SrcGroup};

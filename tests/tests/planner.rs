@@ -8,7 +8,10 @@ use kvferry_tests::{Case, cases, check_cases, sample};
 
 #[test]
 fn every_byte_of_the_destination_is_right() {
-    check_cases("planner", cases(2400), |case: &Case| case.verify().map(|_| ()));
+    check_cases("planner", cases(2400), |case: &Case| {
+        case.check_placements()?;
+        case.verify().map(|_| ())
+    });
 }
 
 #[test]
