@@ -8,8 +8,11 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod check;
 mod layers;
 mod lint;
+mod plan;
+mod show;
 mod test;
 
 #[derive(Parser)]
@@ -21,6 +24,10 @@ enum Command {
     Lint(lint::Args),
     /// Check which crate depends on which, and what must be absent
     Layers(layers::Args),
+    /// Say whether engine D can take over the cache of engine P, and what to change if not
+    Check(check::Args),
+    /// Print what would move from engine P to engine D for one request
+    Plan(plan::Args),
 }
 
 fn main() -> ExitCode {
@@ -28,6 +35,8 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
+        Command::Check(args) => check::run(args),
+        Command::Plan(args) => plan::run(args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

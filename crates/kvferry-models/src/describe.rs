@@ -6,9 +6,9 @@ use std::path::Path;
 
 use kvferry_geometry::layout::{CacheLayout, LayoutStyle};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
-use kvferry_geometry::placement::{HeadRule, MAX_RANKS, Parallelism, RankPlacement};
+use kvferry_geometry::placement::{HeadRule, MAX_RANKS, Parallelism, RankCoordinates, RankPlacement};
 use kvferry_geometry::spec::{Item, ModelSpec};
-use kvferry_geometry::units::{ItemId, RegionId, Tokens};
+use kvferry_geometry::units::{ItemId, RankId, RegionId, Tokens};
 
 use crate::error::{InputError, InputErrors, InputFault};
 use crate::faults::ManifestFaults;
@@ -197,6 +197,13 @@ impl EngineDescription {
                 hint,
             }
         })
+    }
+
+    /// Where a rank stands in the parallel dimensions.
+    #[must_use]
+    pub fn coordinates(&self, rank: RankId) -> RankCoordinates {
+        let Shape { tp, dcp, pcp, pcp_mode, interleave, .. } = self.shape;
+        Parallelism { tp, dcp, pcp, pcp_mode, interleave, stages: Vec::new() }.coordinates(rank)
     }
 
     /// A fault of this description at a key, with its line where it was read from a file.

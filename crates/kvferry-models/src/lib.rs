@@ -33,7 +33,9 @@ pub use describe_toml::layout_named;
 pub use dtype::{Dtype, IndexerDtype, KvDtype, UnknownDtype};
 pub use error::{InputError, InputErrors, InputFault, MAX_FAULTS};
 pub use grouping::{GroupRule, Grouping, RetentionKind};
-pub use model::{Attention, LayerItems, MAX_LAYERS, Model, ModelError, ModelItems, ModelOptions, NotYet, StateLayers};
+pub use model::{
+    Attention, LayerItems, MAX_LAYERS, Model, ModelError, ModelItems, ModelOptions, NotYet, StateLayers, ranges,
+};
 pub use preset::preset_names;
 pub use shape::{MAX_INTERLEAVE, Shape, ShapeError, ShapeErrors};
 pub use stages::{StageLayers, even_stages};

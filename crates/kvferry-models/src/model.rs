@@ -383,7 +383,8 @@ fn indexer_components(
 }
 
 /// Numbers in rising order as `0-3, 5, 7-9`.
-pub(crate) fn ranges(numbers: &[u32]) -> String {
+#[must_use]
+pub fn ranges(numbers: &[u32]) -> String {
     let mut out = String::new();
     for run in numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
         let (Some(first), Some(last)) = (run.first(), run.last()) else { continue };

@@ -1,0 +1,560 @@
+//! `cargo xtask plan P.toml D.toml --tokens N`: what would move from engine P to engine D for one request.
+//!
+//! With `--json` it prints `check`'s object (`command` is `"plan"`) and, where the engines are compatible, also:
+//! - `request`: `tokens`, `prefix_hit`, `tables` (`"contiguous"` or `"scattered"`), `seed`, `frozen_tail`, and `moved`, a list
+//!   with `source_group`, `destination_group`, `start`, `end` (tokens), `zero_start`, `zero_end`;
+//! - `pairs`, by destination, then source: `source`, `destination` (rank numbers), `replicas` (source ranks that hold all of
+//!   the same and were not chosen for it), `bytes`, `rows` (of the product form), `descriptors_before`,
+//!   `descriptors_after` coalescing, `largest_descriptor` (bytes), and `classes`, each with `items` (names), `heads`
+//!   (first and one past the last), `bytes_per_token`, `period` (tokens, null where the request's tokens are walked) and
+//!   `phases`, each with `source_block`, `destination_block` (table positions in the period), `source_start`,
+//!   `destination_start` (kernel block, entry), `loops` (`count`, `source_step`, `destination_step`), `tokens`;
+//! - `zeroed`, by destination rank: `destination`, `bytes`;
+//! - `totals`: `pairs`, `bytes`, `rows`, `descriptors_before`, `descriptors_after`, `zeroed_bytes`.
+//!
+//! `descriptors_before` counts one for each item, component, head and run of tokens that lie consecutively in one kernel
+//! block on both sides; `descriptors_after` is what a transport is given one by one.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use kvferry_geometry::batch::{Batch, Descriptor};
+use kvferry_geometry::compat::Compatible;
+use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::plan::{ItemClass, PairPlan, Phase};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::units::{BlockId, GroupId, RankId, TokenRange, Tokens};
+use kvferry_geometry::zero::ZeroPlan;
+use kvferry_models::{DEFAULT_BLOCKS, EngineDescription};
+use serde_json::{Value, json};
+
+use crate::check::{self, Outcome};
+use crate::show;
+
+/// Two engine descriptions and a request.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    engines: check::Args,
+    /// Length of the prompt
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_TOKENS))]
+    tokens: u32,
+    /// Tokens that D holds already
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    prefix_hit: u32,
+    /// Random block tables instead of consecutive ones
+    #[arg(long)]
+    scattered: bool,
+    /// Seed of the random block tables
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Salt of the choice between replicas
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    salt: u64,
+    /// P's last block is frozen and zero-filled, so it may move whole
+    #[arg(long)]
+    frozen_tail: bool,
+    /// The pair of ranks whose classes and phases are printed [default: the first]
+    #[arg(long, value_name = "P:D", value_parser = parse_pair)]
+    pair: Option<(u32, u32)>,
+}
+
+/// The longest prompt, in tokens.
+const MAX_TOKENS: i64 = 1 << 24;
+/// The most classes and phases of a pair that are printed, and the most ranks of a list.
+const SHOWN: usize = 16;
+
+fn parse_pair(text: &str) -> Result<(u32, u32), String> {
+    let pair = text.split_once(':').and_then(|(s, d)| Some((s.parse().ok()?, d.parse().ok()?)));
+    pair.ok_or_else(|| "write a source rank and a destination rank, for example 0:3".into())
+}
+
+/// Runs the command.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let (text, ok) = report(&args)?;
+    print!("{text}");
+    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What the command prints, and whether there is a plan.
+fn report(args: &Args) -> anyhow::Result<(String, bool)> {
+    let (n, hit) = (args.tokens, args.prefix_hit);
+    anyhow::ensure!(hit <= n, "--prefix-hit is {hit}, but the prompt has {n} tokens; it must be 0 to {n}");
+    let enough = |_, d: &mut EngineDescription| {
+        // Where the description doesn't say, there are blocks enough for the request.
+        d.blocks = d.blocks.or(Some(args.tokens.div_ceil(d.block_size.max(1)).saturating_add(1).max(DEFAULT_BLOCKS)));
+    };
+    let outcome = Outcome::new(&args.engines.source, &args.engines.destination, enough);
+    let Some(compatible) = &outcome.compatible else {
+        let text = if args.engines.json { format!("{:#}\n", outcome.json("plan")) } else { outcome.text() };
+        return Ok((text, false));
+    };
+    let plan = Plan::new(args, compatible)?;
+    let text = if args.engines.json {
+        let mut value = outcome.json("plan");
+        if let (Some(value), Value::Object(more)) = (value.as_object_mut(), plan.json(args, compatible)) {
+            value.extend(more);
+        }
+        format!("{value:#}\n")
+    } else {
+        plan.text(args, compatible, &outcome)?
+    };
+    Ok((text, true))
+}
+
+/// The plan of one request over all pairs of ranks.
+struct Plan {
+    bound: BoundRequest,
+    pairs: Vec<Pair>,
+    /// By destination rank; those where nothing is zeroed are left out.
+    zeroed: Vec<(RankId, u64)>,
+}
+
+/// One pair of ranks.
+struct Pair {
+    plan: PairPlan,
+    replicas: Vec<u32>,
+    bytes: u64,
+    rows: u64,
+    before: u64,
+    after: u64,
+    largest: u64,
+}
+
+impl Plan {
+    fn new(args: &Args, compatible: &Compatible) -> anyhow::Result<Self> {
+        let bound = BoundRequest::new(compatible, request(args, compatible)).context("the request cannot be served")?;
+        let peers = PeerMap::new(compatible, args.salt)?;
+        let mut pairs = Vec::new();
+        for pair in peers.pairs() {
+            let plan = PairPlan::new(compatible, &peers, pair.src(), pair.dst())?;
+            let batch = plan.resolve(&bound);
+            let (after, largest) = expand(&batch);
+            let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound));
+            let replicas = replicas(compatible.src(), compatible.dst(), &plan);
+            pairs.push(Pair { plan, replicas, bytes, rows, before, after, largest });
+        }
+        let dst = compatible.dst();
+        let ranks = (0u32..).map(RankId::new).zip(dst.ranks()).map(|(rank, _)| rank);
+        let bytes_of = |rank| (rank, ZeroPlan::new(dst, rank).resolve(&bound).bytes().get());
+        let zeroed = ranks.map(bytes_of).filter(|z| z.1 > 0).collect();
+        Ok(Self { bound, pairs, zeroed })
+    }
+
+    fn text(&self, args: &Args, compatible: &Compatible, outcome: &Outcome) -> anyhow::Result<String> {
+        let (Some(source), Some(destination)) = (&outcome.source, &outcome.destination) else {
+            anyhow::bail!("there is no plan without both engines");
+        };
+        let mut out = outcome.text();
+        let tables = if args.scattered { format!("scattered (seed {})", args.seed) } else { "contiguous".into() };
+        out.push_str(&format!(
+            "request: {} tokens, {} of them at the destination already, {tables} blocks\n",
+            show::count(args.tokens.into()),
+            show::count(args.prefix_hit.into()),
+        ));
+        for m in self.bound.moves() {
+            let name =
+                |m: &Manifest, id: GroupId| m.groups().get(id.index()).map_or_else(String::new, |g| g.name.to_string());
+            let (from, to) = (name(compatible.src(), m.src_group), name(compatible.dst(), m.dst_group));
+            let zero = if m.zero.is_empty() { String::new() } else { format!(", then {} zeroed", tokens(m.zero)) };
+            out.push_str(&format!("    group {from:?} -> {to:?}: {} move{zero}\n", tokens(m.range)));
+        }
+        let row = |p: &Pair| {
+            vec![
+                show::rank(&source.description, p.plan.src()),
+                show::rank(&destination.description, p.plan.dst()),
+                show::size(p.bytes),
+                show::count(p.rows),
+                show::count(p.before),
+                show::count(p.after),
+                show::size(p.largest),
+                ranks(&p.replicas),
+            ]
+        };
+        let headings =
+            ["from P", "to D", "bytes", "rows", "descriptors before", "after coalescing", "largest", "same held by P"];
+        out.push('\n');
+        out.push_str(&show::table("", &headings, &self.pairs.iter().map(row).collect::<Vec<_>>()));
+        out.push('\n');
+        let shown = match args.pair {
+            None => self.pairs.first(),
+            Some((s, d)) => {
+                let found = self.pairs.iter().find(|p| (p.plan.src().get(), p.plan.dst().get()) == (s, d));
+                Some(
+                    found
+                        .with_context(|| format!("rank {d} reads nothing from rank {s}; the pairs are listed above"))?,
+                )
+            }
+        };
+        if let Some(pair) = shown {
+            classes_text(pair, compatible, &mut out);
+        }
+        let (zeroed, t) = (self.zeroed_bytes(), self.totals());
+        if t.after > t.before {
+            out.push_str(
+                "note: heads and tokens lie differently inside the two sides' blocks, so that runs of tokens break up into more \
+                 descriptors than there are runs; equal layouts would need far fewer\n",
+            );
+        }
+        out.push_str(&format!(
+            "total: {} pairs, {} ({} B); {} rows; descriptors {} before coalescing, {} after; {} zeroed\n",
+            self.pairs.len(),
+            show::size(t.bytes),
+            show::count(t.bytes),
+            show::count(t.rows),
+            show::count(t.before),
+            show::count(t.after),
+            show::size(zeroed),
+        ));
+        Ok(out)
+    }
+
+    fn json(&self, args: &Args, compatible: &Compatible) -> Value {
+        let moved = self.bound.moves().iter().map(|m| {
+            json!({
+                "source_group": m.src_group.get(), "destination_group": m.dst_group.get(),
+                "start": m.range.start().get(), "end": m.range.end().get(),
+                "zero_start": m.zero.start().get(), "zero_end": m.zero.end().get(),
+            })
+        });
+        let pairs = self.pairs.iter().map(|p| {
+            json!({
+                "source": p.plan.src().get(), "destination": p.plan.dst().get(), "replicas": p.replicas,
+                "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after,
+                "largest_descriptor": p.largest,
+                "classes": p.plan.classes().iter().map(|c| class_json(c, compatible.dst())).collect::<Vec<_>>(),
+            })
+        });
+        let zeroed = self.zeroed.iter().map(|(rank, bytes)| json!({"destination": rank.get(), "bytes": bytes}));
+        let t = self.totals();
+        json!({
+            "request": {
+                "tokens": args.tokens, "prefix_hit": args.prefix_hit, "frozen_tail": args.frozen_tail, "seed": args.seed,
+                "tables": if args.scattered { "scattered" } else { "contiguous" },
+                "moved": moved.collect::<Vec<_>>(),
+            },
+            "pairs": pairs.collect::<Vec<_>>(),
+            "zeroed": zeroed.collect::<Vec<_>>(),
+            "totals": {
+                "pairs": self.pairs.len(), "bytes": t.bytes, "rows": t.rows, "descriptors_before": t.before,
+                "descriptors_after": t.after, "zeroed_bytes": self.zeroed_bytes(),
+            },
+        })
+    }
+
+    fn zeroed_bytes(&self) -> u64 {
+        self.zeroed.iter().map(|z| z.1).sum()
+    }
+
+    fn totals(&self) -> Totals {
+        let mut t = Totals::default();
+        for p in &self.pairs {
+            t.bytes += p.bytes;
+            t.rows += p.rows;
+            t.before += p.before;
+            t.after += p.after;
+        }
+        t
+    }
+}
+
+#[derive(Default)]
+struct Totals {
+    bytes: u64,
+    rows: u64,
+    before: u64,
+    after: u64,
+}
+
+/// The request of the command line, with a table for each group.
+fn request(args: &Args, compatible: &Compatible) -> Request {
+    let n = Tokens::new(args.tokens.into());
+    let held = TokenRange::new(Tokens::ZERO, n);
+    let tail = if args.frozen_tail { Tail::Frozen } else { Tail::Exact };
+    let mut random = Random(args.seed);
+    let (src, dst) = (compatible.src(), compatible.dst());
+    let sources = tables(src, args, &mut random).into_iter();
+    let destinations = tables(dst, args, &mut random).into_iter();
+    let cached = Tokens::new(args.prefix_hit.into());
+    Request {
+        tokens: n,
+        src: sources.map(|table| SrcGroup { table, held, tail }).collect(),
+        dst: destinations.map(|table| DstGroup { table, cached }).collect(),
+    }
+}
+
+/// A table for each group of an engine: the first blocks, or random ones.
+fn tables(engine: &Manifest, args: &Args, random: &mut Random) -> Vec<BlockTable> {
+    let mut out = Vec::new();
+    for (id, group) in (0u32..).map(GroupId::new).zip(engine.groups()) {
+        let needed = u64::from(args.tokens).div_ceil(group.block_tokens.get().max(1));
+        // Tables fit in 32 bits: a block has at least one token.
+        let needed = u32::try_from(needed).unwrap_or(u32::MAX);
+        let blocks = engine.blocks(id).get();
+        // Too few blocks are told by the request's own check.
+        if !args.scattered || needed > blocks {
+            out.push(BlockTable::contiguous(0, BlockId::ZERO, needed));
+            continue;
+        }
+        let mut ids: Vec<BlockId> = (0..blocks.min(needed.saturating_mul(4))).map(BlockId::new).collect();
+        for i in 0..needed as usize {
+            let other = i + random.below(ids.len() - i);
+            ids.swap(i, other);
+        }
+        ids.truncate(needed as usize);
+        out.push(BlockTable::new(0, &ids));
+    }
+    out
+}
+
+/// SplitMix64: a seed gives one sequence, on every machine.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        // The remainder is below `limit`, so it fits.
+        usize::try_from(z % (limit.max(1) as u64)).unwrap_or(0)
+    }
+}
+
+/// How many descriptors a batch makes, and the largest.
+fn expand(batch: &Batch) -> (u64, u64) {
+    let mut cursor = batch.cursor();
+    let mut buffer = vec![Descriptor::default(); 4096];
+    let (mut count, mut largest) = (0u64, 0u64);
+    loop {
+        let filled = cursor.fill(&mut buffer);
+        if filled == 0 {
+            return (count, largest);
+        }
+        count += filled as u64;
+        largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(largest);
+    }
+}
+
+/// The source ranks, other than the pair's, that hold all that the pair moves.
+fn replicas(src: &Manifest, dst: &Manifest, plan: &PairPlan) -> Vec<u32> {
+    let chosen = plan.src();
+    let Some(holder) = src.rank(chosen) else { return Vec::new() };
+    let wanted: Vec<_> = plan
+        .classes()
+        .iter()
+        .flat_map(|class| class.items().iter().map(move |&item| (item, class.heads())))
+        .filter_map(|(item, heads)| Some((src.spec().find(&dst.spec().get(item)?.name)?, heads)))
+        .filter_map(|(item, heads)| Some((item, heads, holder.placement.get(item.index()).copied()??.tokens)))
+        .collect();
+    let all = |rank: &kvferry_geometry::manifest::RankManifest| {
+        wanted.iter().all(|(item, heads, tokens)| {
+            let placed = rank.placement.get(item.index()).copied().flatten();
+            placed.is_some_and(|p| p.heads.contains(*heads) && (p.tokens == *tokens || p.tokens.count() == 1))
+        })
+    };
+    let ranks = (0u32..).zip(src.ranks()).filter(|(id, _)| *id != chosen.get());
+    ranks.filter(|(_, rank)| all(rank)).map(|(id, _)| id).collect()
+}
+
+/// Rank numbers, the first of them.
+fn ranks(list: &[u32]) -> String {
+    if list.is_empty() { "-".into() } else { kvferry_models::ranges(list) }
+}
+
+fn tokens(range: TokenRange) -> String {
+    if range.is_empty() {
+        return "no tokens".into();
+    }
+    format!("tokens {range}")
+}
+
+fn classes_text(pair: &Pair, compatible: &Compatible, out: &mut String) {
+    let classes = pair.plan.classes();
+    let (count, src, dst) = (classes.len(), pair.plan.src(), pair.plan.dst());
+    for (i, class) in classes.iter().enumerate().take(SHOWN) {
+        let spec = compatible.dst().spec();
+        let items = class.items().iter().filter_map(|&id| spec.get(id)).map(|i| i.name.as_str());
+        out.push_str(&format!(
+            "P {src} -> D {dst}, class {} of {count}: {} items, heads {}, {} B a token\n    {}\n",
+            i + 1,
+            class.items().len(),
+            class.heads(),
+            show::count(class.bytes_per_token()),
+            show::names(items),
+        ));
+        let Some(period) = class.period() else {
+            out.push_str("    too many phases to keep: the request's tokens are walked\n");
+            continue;
+        };
+        out.push_str(&format!("    {} phases in a period of {}\n", class.phases().len(), period));
+        let place = |(kernel, entry): (u64, u64), block: u64| match kernel {
+            0 => format!("block {block} token {entry}"),
+            _ => format!("block {block} kernel block {kernel} token {entry}"),
+        };
+        let row = |p: &Phase| {
+            let loops = p.loops.iter().map(|l| format!("{} x", l.count)).collect::<Vec<_>>().join(" ");
+            let gap = if loops.is_empty() { "" } else { " " };
+            vec![
+                place(p.src_start, p.src_block),
+                place(p.dst_start, p.dst_block),
+                format!("{loops}{gap}{} tokens", p.len),
+            ]
+        };
+        let rows: Vec<Vec<String>> = class.phases().take(SHOWN).map(row).collect();
+        out.push_str(&show::table("    ", &["at P", "at D", "run"], &rows));
+        if class.phases().len() > SHOWN {
+            out.push_str(&format!("    and {} more phases (--json lists all)\n", class.phases().len() - SHOWN));
+        }
+    }
+    if count > SHOWN {
+        out.push_str(&format!("and {} more classes (--json lists all)\n", count - SHOWN));
+    }
+    out.push('\n');
+}
+
+fn class_json(class: &ItemClass, dst: &Manifest) -> Value {
+    let names = class.items().iter().filter_map(|&id| dst.spec().get(id)).map(|i| i.name.as_str());
+    let phase = |p: &Phase| {
+        let step = |(kernel, entry): (u64, u64)| json!([kernel, entry]);
+        let loops = p
+            .loops
+            .iter()
+            .map(|l| json!({"count": l.count, "source_step": step(l.src), "destination_step": step(l.dst)}));
+        json!({
+            "source_block": p.src_block, "destination_block": p.dst_block, "source_start": step(p.src_start),
+            "destination_start": step(p.dst_start), "loops": loops.collect::<Vec<_>>(), "tokens": p.tokens(),
+        })
+    };
+    json!({
+        "items": names.collect::<Vec<_>>(),
+        "heads": [class.heads().start(), class.heads().end()],
+        "bytes_per_token": class.bytes_per_token(),
+        "period": class.period().map(Tokens::get),
+        "phases": class.phases().map(phase).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn args(source: &str, destination: &str, tokens: u32) -> Args {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/kvferry-models/examples");
+        let engines = check::Args { source: dir.join(source), destination: dir.join(destination), json: true };
+        let (prefix_hit, scattered, seed, salt, frozen_tail) = (0, false, 1, 0, false);
+        Args { engines, tokens, prefix_hit, scattered, seed, salt, frozen_tail, pair: None }
+    }
+
+    fn json_of(args: &Args) -> Value {
+        let (text, ok) = report(args).unwrap();
+        assert!(ok, "{text}");
+        serde_json::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn totals_are_the_model_s_bytes_times_the_moved_tokens() {
+        let mut a = args("prefill-tp4-pp2.toml", "decode-tp2.toml", 2001);
+        a.prefix_hit = 37;
+        let value = json_of(&a);
+        assert_eq!(value["totals"]["bytes"], 1964 * 131_072);
+        assert_eq!(value["totals"]["pairs"], 8);
+        assert_eq!(value["totals"]["zeroed_bytes"], (2048 - 2001) * 131_072);
+        assert_eq!(value["request"]["moved"][0]["start"], 37);
+        let pair = &value["pairs"][0];
+        assert_eq!((&pair["source"], &pair["destination"]), (&json!(0), &json!(0)));
+        // K and V of one head of one token, in 16 layers and 2 heads: HND against NHD.
+        assert_eq!((&pair["largest_descriptor"], &pair["descriptors_after"]), (&json!(512), &json!(1964 * 16 * 2)));
+        // 16 layers, K and V, 2 heads; tokens 37 to 2001 touch blocks 2 to 125 of 16.
+        assert_eq!(pair["descriptors_before"], 16 * 2 * 2 * 124);
+        let class = &pair["classes"][0];
+        assert_eq!((&class["period"], class["phases"].as_array().unwrap().len()), (&json!(64), 4));
+        // Kernel blocks of 16 that only continue each other are one stretch of tokens.
+        assert_eq!(class["phases"][3]["destination_start"], json!([0, 48]));
+        assert_eq!(class["heads"], json!([0, 2]));
+    }
+
+    #[test]
+    fn replicas_are_the_ranks_that_hold_the_same() {
+        let value = json_of(&args("deepseek-dcp.toml", "deepseek-dcp.toml", 2048));
+        let pairs = value["pairs"].as_array().unwrap();
+        // Of 8 TP ranks with dcp 4, ranks r and r + 4 hold the same latents.
+        assert_eq!(pairs.len(), 16);
+        for pair in pairs {
+            let (src, dst) = (pair["source"].as_u64().unwrap(), pair["destination"].as_u64().unwrap());
+            assert_eq!(src % 4, dst % 4);
+            assert_eq!(pair["replicas"], json!([src ^ 4]));
+        }
+        assert_eq!(value["totals"]["bytes"], 2048 * 79_608 * 2);
+        assert_eq!(value["totals"]["descriptors_after"], 32);
+    }
+
+    #[test]
+    fn windows_move_what_they_still_read() {
+        let mut a = args("gpt-oss-groups.toml", "gpt-oss-groups.toml", 2048);
+        let contiguous = json_of(&a);
+        assert_eq!(contiguous["totals"]["bytes"], 36_864 * 2048 + 36_864 * 127);
+        a.scattered = true;
+        let scattered = json_of(&a);
+        assert_eq!(contiguous["totals"]["bytes"], scattered["totals"]["bytes"]);
+        let after = |v: &Value| v["totals"]["descriptors_after"].as_u64().unwrap();
+        assert!(after(&scattered) > after(&contiguous));
+        a.seed = 2;
+        assert_ne!(json_of(&a), scattered);
+    }
+
+    #[test]
+    fn the_text_ends_with_a_summary() {
+        let mut a = args("prefill-tp4-pp2.toml", "prefill-tp4-pp2.toml", 100);
+        a.engines.json = false;
+        let (text, ok) = report(&a).unwrap();
+        assert!(ok);
+        let expected = "total: 8 pairs, 12.5 MiB (13,107,200 B); ";
+        assert!(text.lines().last().unwrap().starts_with(expected), "{text}");
+        assert!(text.contains("P 0 -> D 0, class 1 of 1: 16 items, heads [0, 2), 16,384 B a token"), "{text}");
+        a.pair = Some((7, 7));
+        assert!(report(&a).unwrap().0.contains("P 7 -> D 7, class 1 of 1"));
+        a.pair = Some((0, 7));
+        assert!(report(&a).unwrap_err().to_string().contains("rank 7 reads nothing from rank 0"));
+    }
+
+    #[test]
+    fn a_full_hit_moves_nothing() {
+        let mut a = args("prefill-tp4-pp2.toml", "decode-tp2.toml", 64);
+        a.prefix_hit = 64;
+        let value = json_of(&a);
+        assert_eq!((&value["totals"]["bytes"], &value["totals"]["zeroed_bytes"]), (&json!(0), &json!(0)));
+        a.prefix_hit = 65;
+        assert!(report(&a).unwrap_err().to_string().contains("it must be 0 to 64"));
+    }
+
+    #[test]
+    fn engines_that_differ_have_no_plan() {
+        let a = args("prefill-tp4-pp2.toml", "decode-wrong.toml", 64);
+        let (text, ok) = report(&a).unwrap();
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert!(!ok && value["compatible"] == false && value.get("pairs").is_none());
+        assert_eq!(format!("{:?}", run(a).unwrap()), format!("{:?}", ExitCode::FAILURE));
+    }
+
+    #[test]
+    fn too_few_blocks_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("d.toml");
+        std::fs::write(&path, "model = \"llama-3.1-8b\"\nblocks = 3\n").unwrap();
+        let mut a = args("prefill-tp4-pp2.toml", "decode-tp2.toml", 64);
+        a.engines.destination = path;
+        let error = format!("{:#}", report(&a).unwrap_err());
+        assert!(error.contains("block 3 is out of range"), "{error}");
+    }
+
+    #[test]
+    fn pairs_are_parsed() {
+        assert_eq!(parse_pair("3:14"), Ok((3, 14)));
+        assert!(parse_pair("3").is_err() && parse_pair("a:1").is_err());
+    }
+}
