@@ -14,6 +14,9 @@ use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, Src
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
 use kvferry_geometry::units::{BlockId, ItemId, Name, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
+use kvferry_proto::handshake::{IdentityCheck, LocalSide};
+use kvferry_proto::manifest::{EngineManifest, RankContact};
+use kvferry_proto::names::{EngineId, Epoch, ModelIdentity};
 
 /// An attention item: K and V, each `width` bytes for each token and head.
 #[must_use]
@@ -146,6 +149,23 @@ impl Engine {
     #[must_use]
     pub fn manifest(&self) -> Arc<Manifest> {
         self.assemble(self.ranks()).unwrap_or_else(|e| panic!("the manifest of a case is wrong: {e}"))
+    }
+}
+
+/// What an owner of this name with this cache tells others; its ranks' blobs are two bytes each.
+///
+/// # Panics
+/// Where `id` is no engine id.
+#[must_use]
+pub fn owner(id: &str, epoch: u128, cache: &Manifest) -> LocalSide {
+    let id = EngineId::new(id).unwrap_or_else(|e| panic!("{id}: {e}"));
+    let contact = |rank: u32| RankContact { epoch: Epoch::new(u128::from(rank) + 1), blob: Arc::from([7, 7]) };
+    let contacts = (0u32..).take(cache.ranks().len()).map(contact).collect();
+    let manifest = EngineManifest::new(id, Epoch::new(epoch), cache.clone(), contacts);
+    LocalSide {
+        identity: ModelIdentity::new("model@revision").unwrap_or_else(|e| panic!("{e}")),
+        check: IdentityCheck::Required,
+        manifest: Arc::new(manifest.unwrap_or_else(|e| panic!("{e}"))),
     }
 }
 

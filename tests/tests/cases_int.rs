@@ -1,11 +1,16 @@
 //! INT cases: integers and sizes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
+use std::sync::Arc;
+
 use kvferry_geometry::batch::Descriptor;
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::request::{BlockTable, Request};
 use kvferry_geometry::units::{BlockId, Bytes, RegionId, Tokens};
-use kvferry_tests::by_hand::{Engine, Pair, holds, kv, latent, wants};
+use kvferry_proto::handshake::Greeting;
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::wire::{Fault, Frame, HEADER, decode_peer, encode_peer};
+use kvferry_tests::by_hand::{Engine, Pair, holds, kv, latent, owner, wants};
 use kvferry_transport::blob::Blob;
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{Region, Transport};
@@ -77,4 +82,29 @@ fn int_05_a_plan_is_rows_not_blocks() {
         assert_eq!(buffer[pick], naive(at), "descriptor {at}");
     }
     assert_eq!(cursor.fill(&mut buffer), 0);
+}
+
+#[test]
+fn int_01_a_hello_cut_at_any_byte_is_an_error() {
+    let cache = Engine::new(vec![kv("a", 4, 128), latent("b", 64)], 2).manifest();
+    let local = Arc::new(owner("p", 1, &cache));
+    let (_, hello) = Greeting::start(local, None);
+    let bytes = encode_peer(&PeerMessage::Hello(hello.clone())).expect("short enough");
+    let (kind, body) = (u16::from_le_bytes([bytes[4], bytes[5]]), &bytes[HEADER..]);
+    let decode = |body: &[u8]| decode_peer(&Frame { kind, body: body.to_vec() });
+    assert_eq!(decode(body).expect("whole"), PeerMessage::Hello(hello));
+    for len in 0..body.len() {
+        let error = decode(&body[..len]).expect_err("cut");
+        assert_eq!(error.fault(), Fault::PeerBytes, "{len} of {} bytes: {error}", body.len());
+    }
+    let longer: Vec<u8> = body.iter().copied().chain([0]).collect();
+    assert!(decode(&longer).is_err());
+    // Changed bytes may decode to something else, but never to a panic.
+    for at in 0..body.len() {
+        for change in [0x01, 0x80, 0xFF] {
+            let mut changed = body.to_vec();
+            changed[at] ^= change;
+            drop(decode(&changed));
+        }
+    }
 }

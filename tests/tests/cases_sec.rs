@@ -4,6 +4,9 @@
 use kvferry_geometry::batch::Side;
 use kvferry_geometry::request::{BoundRequest, RequestError, SrcGroup};
 use kvferry_geometry::units::{BlockId, Tokens};
+use kvferry_proto::wire::{
+    Frame, FrameError, FrameReader, HEADER, decode_from_rank, decode_peer, decode_to_rank, kind,
+};
 use kvferry_tests::by_hand::{Engine, Pair, holds, kv, request, table, wants};
 use kvferry_transport::blob::{Blob, BlobError};
 
@@ -41,6 +44,31 @@ fn sec_01_a_blob_is_parsed_by_its_schema_alone() {
     let count = 4 + 2 + 1 + 3 + 16 + 8;
     blob[count..count + 4].fill(0xFF);
     assert!(Blob::decode(&blob).is_err());
+}
+
+#[test]
+fn sec_01_a_frame_is_parsed_by_its_kind_alone() {
+    // A pickle, deep nesting, and counts of everything that a varint can announce, as the body of every kind.
+    let bodies: [Vec<u8>; 5] = [
+        [vec![0x80, 0x04], vec![b'('; 10_000]].concat(),
+        vec![0x91; 10_000],
+        vec![0xFF; 10_000],
+        vec![0xFF, 0xFF, 0xFF, 0xFF, 0x0F],
+        vec![0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01],
+    ];
+    for kind in 0..=128 {
+        for (number, body) in bodies.iter().enumerate() {
+            let frame = Frame { kind, body: body.clone() };
+            assert!(decode_peer(&frame).is_err(), "kind {kind}");
+            assert!(decode_from_rank(&frame).is_err(), "kind {kind}");
+            // A rank trusts its owner; the last two are a cancellation of the request of that number.
+            assert!(decode_to_rank(&frame).is_err() || number >= 3 && kind == kind::CANCEL, "kind {kind}");
+        }
+    }
+    // A frame of 4 GiB is refused by its header.
+    let mut reader = FrameReader::default();
+    reader.extend(&[0xFF; HEADER]);
+    assert!(matches!(reader.next_frame(), Err(FrameError::TooLong { got: u32::MAX, .. })));
 }
 
 #[test]
