@@ -5,7 +5,8 @@
 //!   with `source_group`, `destination_group`, `start`, `end` (tokens), `zero_start`, `zero_end`;
 //! - `pairs`, by destination, then source: `source`, `destination` (rank numbers), `replicas` (source ranks that hold all of
 //!   the same and were not chosen for it), `bytes`, `rows` (of the product form), `descriptors_before`,
-//!   `descriptors_after` coalescing, `largest_descriptor` (bytes), and `classes`, each with `items` (names), `heads`
+//!   `descriptors_after` coalescing, `descriptors_after_is_bound` (they are too many to be counted one by one, and the number
+//!   is an upper bound), `largest_descriptor` (bytes), and `classes`, each with `items` (names), `heads`
 //!   (first and one past the last), `bytes_per_token`, `period` (tokens, null where the request's tokens are walked) and
 //!   `phases`, each with `source_block`, `destination_block` (table positions in the period), `source_start`,
 //!   `destination_start` (kernel block, entry), `loops` (`count`, `source_step`, `destination_step`), `tokens`;
@@ -64,6 +65,8 @@ pub(crate) struct Args {
 const MAX_TOKENS: i64 = 1 << 24;
 /// The most classes and phases of a pair that are printed, and the most ranks of a list.
 const SHOWN: usize = 16;
+/// The most descriptors of a pair that are counted one by one.
+const COUNTED: u64 = 1 << 26;
 
 fn parse_pair(text: &str) -> Result<(u32, u32), String> {
     let pair = text.split_once(':').and_then(|(s, d)| Some((s.parse().ok()?, d.parse().ok()?)));
@@ -118,8 +121,7 @@ struct Pair {
     bytes: u64,
     rows: u64,
     before: u64,
-    after: u64,
-    largest: u64,
+    after: Expanded,
 }
 
 impl Plan {
@@ -130,10 +132,10 @@ impl Plan {
         for pair in peers.pairs() {
             let plan = PairPlan::new(compatible, &peers, pair.src(), pair.dst())?;
             let batch = plan.resolve(&bound);
-            let (after, largest) = expand(&batch);
+            let after = expand(&batch);
             let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound));
             let replicas = replicas(compatible.src(), compatible.dst(), &plan);
-            pairs.push(Pair { plan, replicas, bytes, rows, before, after, largest });
+            pairs.push(Pair { plan, replicas, bytes, rows, before, after });
         }
         let dst = compatible.dst();
         let ranks = (0u32..).map(RankId::new).zip(dst.ranks()).map(|(rank, _)| rank);
@@ -167,8 +169,8 @@ impl Plan {
                 show::size(p.bytes),
                 show::count(p.rows),
                 show::count(p.before),
-                show::count(p.after),
-                show::size(p.largest),
+                format!("{}{}", if p.after.bound { "at most " } else { "" }, show::count(p.after.count)),
+                show::size(p.after.largest),
                 ranks(&p.replicas),
             ]
         };
@@ -221,8 +223,8 @@ impl Plan {
         let pairs = self.pairs.iter().map(|p| {
             json!({
                 "source": p.plan.src().get(), "destination": p.plan.dst().get(), "replicas": p.replicas,
-                "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after,
-                "largest_descriptor": p.largest,
+                "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after.count,
+                "largest_descriptor": p.after.largest, "descriptors_after_is_bound": p.after.bound,
                 "classes": p.plan.classes().iter().map(|c| class_json(c, compatible.dst())).collect::<Vec<_>>(),
             })
         });
@@ -253,7 +255,7 @@ impl Plan {
             t.bytes += p.bytes;
             t.rows += p.rows;
             t.before += p.before;
-            t.after += p.after;
+            t.after += p.after.count;
         }
         t
     }
@@ -323,18 +325,31 @@ impl Random {
     }
 }
 
-/// How many descriptors a batch makes, and the largest.
-fn expand(batch: &Batch) -> (u64, u64) {
+/// What a transport is given one by one.
+#[derive(Clone, Copy)]
+struct Expanded {
+    count: u64,
+    largest: u64,
+    /// The count is an upper bound: there are too many to count them one by one.
+    bound: bool,
+}
+
+fn expand(batch: &Batch) -> Expanded {
+    let parts = || batch.sections().iter().flat_map(|s| &s.parts);
+    if batch.descriptors() > COUNTED {
+        let largest = parts().map(|p| p.nest.run).max().unwrap_or(0);
+        return Expanded { count: batch.descriptors(), largest, bound: true };
+    }
     let mut cursor = batch.cursor();
     let mut buffer = vec![Descriptor::default(); 4096];
-    let (mut count, mut largest) = (0u64, 0u64);
+    let mut out = Expanded { count: 0, largest: 0, bound: false };
     loop {
         let filled = cursor.fill(&mut buffer);
         if filled == 0 {
-            return (count, largest);
+            return out;
         }
-        count += filled as u64;
-        largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(largest);
+        out.count += filled as u64;
+        out.largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(out.largest);
     }
 }
 

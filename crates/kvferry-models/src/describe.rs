@@ -179,9 +179,16 @@ impl EngineDescription {
         })?;
         let context = parallelism.context();
         let mut ranks = Vec::new();
+        let mut total = Some(0u64);
         for placement in placements {
             let layout = self.layout_of(&spec, &placement, &groups)?;
+            let lens = layout.regions.iter().map(|r| r.len.get());
+            total = lens.fold(total, |sum, len| sum.and_then(|s| s.checked_add(len)));
             ranks.push(RankManifest { placement, layout });
+        }
+        if total.is_none() {
+            let text = "make a cache of more bytes than 64 bits count, over all ranks; use fewer or smaller blocks";
+            return Err(self.fault("blocks", InputFault::Contradiction(text.into())).into());
         }
         let cache_groups = groups.iter().map(|g| CacheGroup {
             name: g.name.as_str().into(),

@@ -244,6 +244,10 @@ fn every_fault_of_a_description_names_key_and_line() {
             "[model.config]\nmodel_type = \"llama\"\nnum_hidden_layers = 2\nnum_attention_heads = 8\nhead_dim = 0",
             "d.toml:5: model.config.head_dim: is 0; it must be 1 to 65536",
         ),
+        (
+            "{m}blocks = 268435456\nblock_size = 65536\nparallel = \"tp=16,pp=8\"\nlayout = { padding = 1073741823 }",
+            "d.toml:2: blocks: make a cache of more bytes than 64 bits count",
+        ),
         ("{m}draft = [\"qwen3-8b\",\n\"none\"]", "d.toml:3: draft: \"none\" is not known here"),
     ];
     for (text, expected) in cases {
@@ -264,6 +268,31 @@ fn a_hybrid_is_told_alone() {
     assert!(matches!(error, DescribeError::Model(ModelError::NotYet(_))), "{error}");
     let text = fault("model = \"jamba-v0.1\"\nblock_size = 0");
     assert!(text.contains("block_size") && text.contains("mamba1 state of 28 layers"), "{text}");
+}
+
+#[test]
+fn the_usual_pairs_of_shapes_make_manifests() {
+    let cases: &[(&str, Option<u32>, &str, u32, usize)] = &[
+        ("llama-3.1-8b", None, "tp=8", 16, 8),
+        ("llama-3.1-8b", None, "tp=6", 48, 6),
+        ("llama-3.1-8b", None, "tp=1,pp=4", 32, 4),
+        ("llama-3.1-8b", None, "tp=2,pcp=2,pcp_mode=replicate", 16, 4),
+        ("llama-3.1-8b", None, "tp=2,pcp=2,pcp_mode=shard", 16, 4),
+        ("deepseek-v3", Some(8), "tp=2,dcp=2", 64, 2),
+        ("qwen3-235b-a22b", Some(8), "tp=8,dcp=2", 16, 8),
+        ("gemma-4-26b-a4b-it", None, "tp=4,pp=3", 16, 12),
+        ("kimi-k2.5", None, "tp=8,dcp=8,interleave=64", 64, 8),
+    ];
+    for (model, layers, shape, block_size, ranks) in cases {
+        for layout in ["hnd", "nhd", "planes", "packed-rows"] {
+            let mut d = EngineDescription::new(Model::preset(model).unwrap(), shape.parse().unwrap());
+            d.options.layers = *layers;
+            d.block_size = *block_size;
+            d.layout = kvferry_models::layout_named(layout).unwrap();
+            let m = d.manifest().unwrap_or_else(|e| panic!("{model} {shape} {layout}: {e}"));
+            assert_eq!(m.ranks().len(), *ranks, "{model} {shape}");
+        }
+    }
 }
 
 #[test]
