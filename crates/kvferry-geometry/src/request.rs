@@ -77,7 +77,7 @@ impl BlockTable {
     #[must_use]
     pub fn contiguous(first_position: u64, first: BlockId, count: u32) -> Self {
         let id = first.get();
-        let count = count.min(u32::MAX - id);
+        let count = count.min((u32::MAX - id).saturating_add(1));
         let (len, end) = (u64::from(count), if count == 0 { 0 } else { u64::from(id) + u64::from(count) });
         let ids = Ids::Stretches(if count == 0 { Vec::new() } else { vec![Stretch { position: 0, id, count }] });
         Self { first: first_position, len, end, ids }
@@ -107,7 +107,10 @@ impl BlockTable {
             Ids::List(list) => (&list[..], &[][..]),
             Ids::Stretches(stretches) => (&[][..], &stretches[..]),
         };
-        let of_stretch = |s: &Stretch| (s.id..s.id + s.count).map(BlockId::new);
+        let of_stretch = |s: &Stretch| {
+            let id = s.id;
+            (0..s.count).map(move |i| BlockId::new(id + i))
+        };
         list.iter().copied().chain(stretches.iter().flat_map(of_stretch))
     }
 

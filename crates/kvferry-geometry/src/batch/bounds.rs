@@ -149,6 +149,10 @@ fn part_bytes(section: usize, part: &Part) -> Result<u128, BoundsError> {
     if bytes == 0 || part.pairs.iter().any(|p| p.count == 0) {
         return Err(BoundsError::EmptyLoop { section });
     }
+    // Also where no pair multiplies it: what a nest counts must be countable.
+    if bytes > u128::from(u64::MAX) {
+        return Err(BoundsError::TooLarge);
+    }
     Ok(bytes.saturating_mul(pairs))
 }
 

@@ -117,7 +117,7 @@ impl LayoutStyle {
         }
         for &(ids, block_size, blocks) in groups {
             let kernel = self.kernel_block.unwrap_or(block_size);
-            if kernel == 0 || block_size % kernel != 0 {
+            if kernel == 0 || block_size == 0 || block_size % kernel != 0 {
                 return Err(StyleError::KernelBlock { kernel, block_size });
             }
             let mut pages = Vec::new();
