@@ -30,13 +30,7 @@ const ANSWERS: &[&str] =
     &["geometry::plan", "geometry::peers", "geometry::zero", "geometry::compat", ".needed(", ".local("];
 
 /// Words that name one machine or its registry. Written in two halves, so that this file doesn't hold them.
-const MACHINE: &[&str] = &[
-    concat!("/wo", "rk/"),
-    concat!("/ho", "me/"),
-    concat!("/ro", "ot/"),
-    concat!("/Us", "ers/"),
-    concat!("/tm", "p/"),
-];
+const MACHINE: &[&str] = &[concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("/Us", "ers/")];
 const REGISTRY: &[&str] = &[concat!("[sou", "rce."), concat!("replace", "-with"), concat!("spa", "rse+")];
 const CRATES_IO: &str = "source = \"registry+https://github.com/rust-lang/crates.io-index\"";
 
