@@ -9,7 +9,8 @@
 //!   `items`, `bytes_per_token`, `digest`, and `groups`, each with `name`, `items` (count), `block_tokens`, `blocks`;
 //! - `faults`: of the descriptions; each has `side` (`"source"` or `"destination"`), `file`, `line` and `key` (null where
 //!   there is none), `message`;
-//! - `mismatches`: between them; each has `item`, `field`, `source`, `destination`, `change`.
+//! - `mismatches`: between them; each has `item`, `field` (`"item"`, `"heads"`, `"retention"`, `"components"`, `"width"`,
+//!   `"encoding"`, `"tokens"` or `"other"`), `component` (null where it is the whole item), `source`, `destination`, `change`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -74,7 +75,8 @@ struct Fault {
 /// One thing that differs.
 struct Difference {
     item: Name,
-    field: String,
+    field: &'static str,
+    component: Option<Name>,
     source: String,
     destination: String,
     change: &'static str,
@@ -121,7 +123,8 @@ impl Outcome {
                     Ok(_) => out.compatible = Some(compatible),
                     Err(error) => out.differences.push(Difference {
                         item: src.manifest.spec().items().first().map_or_else(|| "".into(), |i| i.name.clone()),
-                        field: "who reads from whom".into(),
+                        field: "tokens",
+                        component: None,
                         source: src.description.shape.to_string(),
                         destination: format!("{}: {error}", dst.description.shape),
                         change: "choose dcp, pcp and interleave that divide each other",
@@ -149,7 +152,8 @@ impl Outcome {
         let mut told: Vec<(&Difference, Vec<&str>)> = Vec::new();
         for d in &self.differences {
             let alike = |o: &Difference| {
-                (&o.field, &o.source, &o.destination, o.change) == (&d.field, &d.source, &d.destination, d.change)
+                (o.field, &o.component, &o.source, &o.destination, o.change)
+                    == (d.field, &d.component, &d.source, &d.destination, d.change)
             };
             match told.iter_mut().find(|t| alike(t.0)) {
                 Some(t) => t.1.push(d.item.as_str()),
@@ -157,8 +161,8 @@ impl Outcome {
             }
         }
         for (d, items) in &told {
-            let count = items.len();
-            out.push_str(&format!("{} differs in {count} items: {}\n", d.field, show::names(items.iter().copied())));
+            let count = number_of(items.len(), "item");
+            out.push_str(&format!("{} differs in {count}: {}\n", d.what(), show::names(items.iter().copied())));
             out.push_str(&format!("    source       {}\n    destination  {}\n", d.source, d.destination));
             out.push_str(&format!("    change       {}\n", d.change));
         }
@@ -175,9 +179,9 @@ impl Outcome {
         }
         let (faults, differences) = (self.faults.len(), self.differences.len());
         if faults > 0 {
-            return format!("NOT compatible: {faults} faults in the descriptions");
+            return format!("NOT compatible: {} in the descriptions", number_of(faults, "fault"));
         }
-        format!("NOT compatible: {differences} mismatches")
+        format!("NOT compatible: {}", number_of(differences, "mismatch"))
     }
 
     /// The outcome as the module's text describes it.
@@ -188,7 +192,7 @@ impl Outcome {
         };
         let difference = |d: &Difference| {
             json!({
-                "item": d.item.as_str(), "field": d.field, "source": d.source, "destination": d.destination,
+                "item": d.item.as_str(), "field": d.field, "component": d.component.as_ref().map(Name::as_str), "source": d.source, "destination": d.destination,
                 "change": d.change,
             })
         };
@@ -276,44 +280,71 @@ fn faults_of(side: &'static str, path: &Path, error: &DescribeError) -> Vec<Faul
 }
 
 fn difference(m: &Mismatch) -> Difference {
+    const MODEL: &str = "give both the same model, layers, mtp and draft";
+    const DTYPE: &str = "use one kv_dtype (or indexer) on both sides; nothing is converted on the way";
     let names = |list: &[Name]| list.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
-    let (field, source, destination, change): (String, String, String, _) = match m {
-        Mismatch::MissingAtSource { shape, .. } => (
-            "the item".into(),
-            "doesn't have it".into(),
-            shape.clone(),
-            "give both the same model, layers, mtp and draft",
-        ),
-        Mismatch::MissingAtDestination { shape, .. } => (
-            "the item".into(),
-            shape.clone(),
-            "doesn't have it".into(),
-            "give both the same model, layers, mtp and draft",
-        ),
+    let item = m.item().clone();
+    let of_item = |field, source, destination, change| Difference {
+        item: item.clone(),
+        field,
+        component: None,
+        source,
+        destination,
+        change,
+    };
+    match m {
+        Mismatch::MissingAtSource { shape, .. } => of_item("item", "doesn't have it".into(), shape.clone(), MODEL),
+        Mismatch::MissingAtDestination { shape, .. } => of_item("item", shape.clone(), "doesn't have it".into(), MODEL),
         Mismatch::Heads { src, dst, .. } => {
-            ("the number of KV heads".into(), src.to_string(), dst.to_string(), "describe one model on both sides")
+            of_item("heads", src.to_string(), dst.to_string(), "describe one model on both sides")
         }
         Mismatch::Retention { src, dst, .. } => {
             let change = "describe one model, with one window or chunk, on both sides";
-            ("the tokens kept".into(), src.to_string(), dst.to_string(), change)
+            of_item("retention", src.to_string(), dst.to_string(), change)
         }
-        Mismatch::Components { src, dst, .. } => (
-            "the list of components".into(),
+        Mismatch::Components { src, dst, .. } => of_item(
+            "components",
             names(src),
             names(dst),
-            "use one attention kind and one indexer type on both sides",
+            "use one kind of attention and one indexer type on both sides",
         ),
         Mismatch::Width { component, src, dst, .. } => {
-            let field = format!("the width of {component} (a token and head)");
-            (field, src.to_string(), dst.to_string(), "use one kv_dtype (or indexer) and one head size on both sides")
+            let change = "use one kv_dtype (or indexer) and one head size on both sides";
+            let whole = of_item("width", src.to_string(), dst.to_string(), change);
+            Difference { component: Some(component.clone()), ..whole }
         }
         Mismatch::Encoding { component, src, dst, .. } => {
-            let change = "use one kv_dtype (or indexer) on both sides; nothing is converted on the way";
-            (format!("the encoding of {component}"), src.to_string(), dst.to_string(), change)
+            let whole = of_item("encoding", src.to_string(), dst.to_string(), DTYPE);
+            Difference { component: Some(component.clone()), ..whole }
         }
-        other => ("something".into(), other.to_string(), String::new(), "make both sides agree"),
-    };
-    Difference { item: m.item().clone(), field, source, destination, change }
+        other => of_item("other", other.to_string(), other.to_string(), "make both sides agree"),
+    }
+}
+
+impl Difference {
+    /// What differs, in words.
+    fn what(&self) -> String {
+        let what = match self.field {
+            "item" => "the item",
+            "heads" => "the number of KV heads",
+            "retention" => "the tokens kept",
+            "components" => "the list of components",
+            "width" => "the width for a token and head",
+            "encoding" => "the encoding",
+            "tokens" => "the dealing out of tokens",
+            _ => "something",
+        };
+        match &self.component {
+            Some(component) => format!("{what} of {component}"),
+            None => what.into(),
+        }
+    }
+}
+
+/// A count with its noun.
+fn number_of(count: usize, noun: &str) -> String {
+    let (s, es) = if noun.ends_with("ch") { ("", "es") } else { ("", "s") };
+    format!("{count} {noun}{}", if count == 1 { s } else { es })
 }
 
 #[cfg(test)]
@@ -344,7 +375,7 @@ mod tests {
         let (text, ok) = report(&args("prefill-tp4-pp2.toml", "decode-wrong.toml", false));
         assert!(!ok);
         let expected = "\
-the width of k (a token and head) differs in 30 items: model.layers.{0-29}.self_attn.attn
+the width for a token and head of k differs in 30 items: model.layers.{0-29}.self_attn.attn
     source       256 B
     destination  128 B
     change       use one kv_dtype (or indexer) and one head size on both sides
@@ -366,7 +397,7 @@ the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
         assert_eq!(value["compatible"], false);
         assert_eq!(value["mismatches"].as_array().unwrap().len(), 122);
         let first = json!({
-            "item": "model.layers.0.self_attn.attn", "field": "the width of k (a token and head)", "source": "256 B",
+            "item": "model.layers.0.self_attn.attn", "field": "width", "component": "k", "source": "256 B",
             "destination": "128 B", "change": "use one kv_dtype (or indexer) and one head size on both sides",
         });
         assert_eq!(value["mismatches"][0], first);

@@ -56,6 +56,37 @@ fn every_example_makes_a_manifest() {
     assert_eq!(count, 6);
 }
 
+/// The page that explains descriptions.
+fn page() -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/models.md")).unwrap()
+}
+
+#[test]
+fn the_page_s_example_has_every_key_and_makes_a_manifest() {
+    let page = page();
+    let example = page.split("```toml\n").nth(1).unwrap().split("```").next().unwrap();
+    let m = read(example).unwrap().manifest().unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!((m.ranks().len(), m.spec().items().len()), (8, 33));
+    // The draft's heads are all on both ranks' sides of the last stage.
+    assert_eq!(m.rank(RankId::new(7)).unwrap().placement[32].unwrap().heads.count(), 64);
+    let Err(DescribeError::Input(errors)) = read("x = 1") else { panic!("x is no key") };
+    let known = errors.0.iter().find(|e| e.key == "x").unwrap().to_string();
+    for key in known.split("the keys are ").nth(1).unwrap().split(", ").filter(|k| *k != "group") {
+        assert!(
+            example.contains(&format!("\n{key} =")) || example.contains(&format!("[{key}]")) || key == "name",
+            "{key}"
+        );
+    }
+}
+
+#[test]
+fn the_page_names_every_preset() {
+    let page = page();
+    for name in kvferry_models::preset_names() {
+        assert!(page.contains(&format!("`{name}`")), "{name}");
+    }
+}
+
 #[test]
 fn groups_have_sizes_and_layouts_of_their_own() {
     let m = example("gpt-oss-groups.toml").manifest().unwrap();
