@@ -13,7 +13,7 @@ use kvferry_geometry::batch::{BoundedBatch, Side};
 use kvferry_geometry::units::{Bytes, RegionId};
 
 use crate::region::{MemoryKind, Region};
-use crate::strips::{Strip, Strips, shares};
+use crate::strips::{Scatter, Strip, Strips, shares};
 use crate::types::Stats;
 
 /// A batch does not fit the regions it is to be copied between.
@@ -112,10 +112,19 @@ impl Copier {
     #[must_use]
     pub fn copy(&self, range: Range<u64>) -> Stats {
         let (mut bytes, mut descriptors) = (0, 0);
-        for strip in Strips::new(&self.batch, range) {
-            self.copy_strip(&strip);
-            bytes += strip.bytes();
-            descriptors += strip.count;
+        let mut strips = Strips::new(&self.batch, range);
+        loop {
+            if let Some(scatter) = strips.next_scatter() {
+                self.copy_scatter(&scatter);
+                bytes += scatter.run * scatter.pairs.len() as u64;
+                descriptors += scatter.pairs.len() as u64;
+            } else if let Some(strip) = strips.next() {
+                self.copy_strip(&strip);
+                bytes += strip.bytes();
+                descriptors += strip.count;
+            } else {
+                break;
+            }
         }
         Stats { bytes: Bytes::new(bytes), descriptors }
     }
@@ -138,21 +147,38 @@ impl Copier {
     }
 
     fn copy_strip(&self, strip: &Strip) {
-        let src = self.src.get(strip.src_region.index()).and_then(Option::as_ref);
-        let dst = self.dst.get(strip.dst_region.index()).and_then(Option::as_ref);
-        // Both are always there: `bind` found every region that the batch names.
-        let (Some(src), Some(dst)) = (src, dst) else { return };
-        // Offsets, strides and runs fit `usize`: the proof puts all of them inside a region, which is memory.
-        let fit = |v: u64| usize::try_from(v).unwrap_or(0);
+        let Some((src, dst)) = self.places(strip.src_region, strip.dst_region) else { return };
         // SAFETY: the strip comes from the proven batch, so each of its runs lies inside regions of the lengths that the proof
         // assumed; `bind` checked that these regions have these lengths and are host memory, which their owners, held
         // by `self`, keep mapped (`Region::from_raw`).
         unsafe {
-            let src = src.as_ptr().add(fit(strip.src_offset)).cast_const();
-            let dst = dst.as_ptr().add(fit(strip.dst_offset));
+            let (src, dst) = (src.add(fit(strip.src_offset)), dst.add(fit(strip.dst_offset)));
             copy_runs(src, dst, fit(strip.run), fit(strip.count), fit(strip.src_stride), fit(strip.dst_stride));
         }
     }
+
+    fn copy_scatter(&self, scatter: &Scatter<'_>) {
+        let Some((src, dst)) = self.places(scatter.src_region, scatter.dst_region) else { return };
+        let run = fit(scatter.run);
+        for pair in scatter.pairs {
+            let from = scatter.src_offset + u64::from(pair.src) * scatter.src_block_stride;
+            let to = scatter.dst_offset + u64::from(pair.dst) * scatter.dst_block_stride;
+            // SAFETY: as in `copy_strip`: each of these runs is one of the proven batch.
+            unsafe { copy_runs(src.add(fit(from)), dst.add(fit(to)), run, 1, 0, 0) };
+        }
+    }
+
+    /// Where two regions begin. They are always there: `bind` found every region that the batch names.
+    fn places(&self, src: RegionId, dst: RegionId) -> Option<(*const u8, *mut u8)> {
+        let src = self.src.get(src.index())?.as_ref()?;
+        let dst = self.dst.get(dst.index())?.as_ref()?;
+        Some((src.as_ptr().cast_const(), dst.as_ptr()))
+    }
+}
+
+/// Offsets, strides and runs fit `usize`: the proof puts all of them inside a region, which is memory.
+fn fit(v: u64) -> usize {
+    usize::try_from(v).unwrap_or(0)
 }
 
 /// Copies `count` runs; after the last one no pointer is made.

@@ -42,6 +42,28 @@ impl Strip {
     }
 }
 
+/// Whole runs at scattered pairs of blocks: run `i` begins at `src_offset + pairs[i].src * src_block_stride` and
+/// `dst_offset + pairs[i].dst * dst_block_stride`. Every pair run in it has one pair.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Scatter<'a> {
+    /// Region at the source rank.
+    pub src_region: RegionId,
+    /// Region at the destination rank.
+    pub dst_region: RegionId,
+    /// Byte offset of block 0 in the source region.
+    pub src_offset: u64,
+    /// Byte offset of block 0 in the destination region.
+    pub dst_offset: u64,
+    /// Bytes from one source block to the next.
+    pub src_block_stride: u64,
+    /// Bytes from one destination block to the next.
+    pub dst_block_stride: u64,
+    /// Bytes of each run, at least 1.
+    pub run: u64,
+    /// The pairs, at least one.
+    pub pairs: &'a [PairRun],
+}
+
 /// Cuts the bytes of a batch into `n` shares of nearly equal size, in order; some are empty if there are few bytes.
 /// Cuts inside a run fall on multiples of 4 KiB from its start where the run is that long.
 #[must_use]
@@ -133,6 +155,37 @@ impl<'a> Strips<'a> {
         self.advance(part, pairs, line, &strip);
         self.position += strip.bytes();
         Some(strip)
+    }
+
+    /// Many strips at once, where the walk stands before scattered blocks that are moved whole: then it goes past all of
+    /// them that end before the end of the range. `None` elsewhere; [`next_within`](Self::next_within) goes on there.
+    pub fn next_scatter(&mut self) -> Option<Scatter<'a>> {
+        if self.in_run > 0 || self.inner > 0 {
+            return None;
+        }
+        let (base, part) = self.current()?;
+        let run = part.nest.run;
+        let room = usize::try_from((self.end - self.position) / run).unwrap_or(usize::MAX);
+        if !part.nest.dims.is_empty() || room == 0 {
+            return None;
+        }
+        let pairs = part.pairs.get(self.pair_run..)?;
+        let singles = pairs.iter().take(room).take_while(|pairs| pairs.count == 1).count();
+        if singles == 0 {
+            return None;
+        }
+        self.pair_run += singles;
+        self.position += singles as u64 * run;
+        Some(Scatter {
+            src_region: base.src_region,
+            dst_region: base.dst_region,
+            src_offset: base.src_offset + part.src_add,
+            dst_offset: base.dst_offset + part.dst_add,
+            src_block_stride: part.src_block_stride,
+            dst_block_stride: part.dst_block_stride,
+            run,
+            pairs: &pairs[..singles],
+        })
     }
 
     /// The base and part the walk stands in, after skipping finished and empty ones.
@@ -346,6 +399,41 @@ mod tests {
             let mut slices = Strips::new(&batch, 0..u64::MAX);
             assert_eq!(by_strips(&mut slices, || 1 + rng.below(700)), expected, "seed {seed}, in slices");
         }
+    }
+
+    #[test]
+    fn scattered_blocks_are_the_strips_they_stand_for() {
+        let mut scattered = 0;
+        for seed in 0..200 {
+            let mut rng = Rng::new(seed);
+            let batch = sample(&mut rng, 4096).batch;
+            let total = batch.batch().bytes().get();
+            let start = rng.below(total);
+            let range = start..start + rng.below(total - start + 1);
+            let (mut strips, mut out) = (Strips::new(&batch, range.clone()), Vec::new());
+            loop {
+                if let Some(s) = strips.next_scatter() {
+                    scattered += s.pairs.len();
+                    for pair in s.pairs {
+                        for i in 0..s.run {
+                            let src = s.src_offset + u64::from(pair.src) * s.src_block_stride + i;
+                            let dst = s.dst_offset + u64::from(pair.dst) * s.dst_block_stride + i;
+                            out.push((s.src_region.get(), src, s.dst_region.get(), dst));
+                        }
+                    }
+                } else if let Some(s) = strips.next() {
+                    for at in 0..s.bytes() {
+                        let (r, i) = (at / s.run, at % s.run);
+                        let (src, dst) = (s.src_offset + r * s.src_stride + i, s.dst_offset + r * s.dst_stride + i);
+                        out.push((s.src_region.get(), src, s.dst_region.get(), dst));
+                    }
+                } else {
+                    break;
+                }
+            }
+            assert_eq!(out, by_strips(&mut Strips::new(&batch, range), || u64::MAX), "seed {seed}");
+        }
+        assert!(scattered > 100, "the samples have {scattered} scattered blocks");
     }
 
     #[test]

@@ -1,4 +1,6 @@
 //! What goes wrong on demand, in the reference backend and by script, and that the contract holds under it.
+// The helpers of tests may fail as tests do.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -194,7 +196,7 @@ fn fr_14_no_notification_overtakes_its_data() {
                 start_delay: upto(5),
                 completion_delay: upto(if seed % 2 == 0 { 8 } else { 0 }),
                 notify_delay: upto(if seed % 3 == 0 { 8 } else { 0 }),
-                slice: Some(1 + 997 * seed),
+                slice: Some(100 + 997 * seed),
                 shuffle: true,
                 ..Default::default()
             });

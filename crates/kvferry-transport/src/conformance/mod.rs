@@ -1,7 +1,7 @@
 //! One suite for all backends and wrappers.
 //!
 //! A backend implements [`Harness`] in its tests and calls [`run`]; the [`Report`] names each clause of the contract on
-//! [`Transport`](crate::Transport) that it breaks. What a backend cannot do (by its capabilities) is skipped with the
+//! [`Transport`] that it breaks. What a backend cannot do (by its capabilities) is skipped with the
 //! reason, not passed.
 //!
 //! The suite drives both endpoints from one thread, apart from `threads`. It knows nothing of how a backend moves bytes; what

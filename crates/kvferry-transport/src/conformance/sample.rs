@@ -110,8 +110,9 @@ fn part(rng: &mut Rng, budget: u64, src_len: &mut u64, dst_len: &mut u64) -> Par
     let (src_step, dst_step) = (small(rng, 3), 1 + small(rng, 2));
     let (mut pairs, mut src_blocks, mut dst_blocks) = (Vec::new(), 1, 1);
     let mut next_dst = 0u32;
+    let longest = 1 + 3 * rng.below(2);
     for _ in 0..1 + rng.below((budget / block).clamp(1, 12)) {
-        let count = 1 + small(rng, 4);
+        let count = 1 + small(rng, longest);
         let (s, d) = (small(rng, 20), next_dst + small(rng, 3));
         pairs.push(PairRun { src: s, dst: d, count });
         src_blocks = src_blocks.max(s + (count - 1) * src_step + 1);
@@ -138,7 +139,8 @@ fn part(rng: &mut Rng, budget: u64, src_len: &mut u64, dst_len: &mut u64) -> Par
 fn nest(rng: &mut Rng, run: u64, budget: u64) -> (Nest, u64, u64) {
     let mut dims: ArrayVec<Dim, 7> = ArrayVec::new();
     let mut size = run;
-    for _ in 0..rng.below(5) {
+    let loops = if rng.below(3) == 0 { 0 } else { rng.below(5) };
+    for _ in 0..loops {
         let count = 1 + rng.below(4);
         if size * count <= budget {
             size *= count;
