@@ -2,70 +2,22 @@
 // The helpers of tests may fail as tests do.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
-use std::os::fd::BorrowedFd;
+mod common;
+
 use std::time::Duration;
 
-use kvferry_transport::conformance::{Harness, run};
+use kvferry_transport::conformance::run;
 use kvferry_transport::fault::{Faulty, OpFault, Script};
-use kvferry_transport::mem::{MemFaults, MemNetwork, MemTransport};
+use kvferry_transport::mem::MemFaults;
 use kvferry_transport::observe::{Counters, Observed};
 use kvferry_transport::throttle::{Rate, Throttle};
-use kvferry_transport::{Region, Transport};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-type Wrap = Box<dyn FnMut(MemTransport) -> Box<dyn Transport>>;
-
-struct Mem {
-    network: MemNetwork,
-    faults: MemFaults,
-    wrap: Wrap,
-    now: Duration,
-}
-
-impl Mem {
-    fn new(faults: MemFaults, wrap: impl FnMut(MemTransport) -> Box<dyn Transport> + 'static) -> Self {
-        Self { network: MemNetwork::new(42), faults, wrap: Box::new(wrap), now: Duration::ZERO }
-    }
-}
-
-impl Harness for Mem {
-    fn endpoint(&mut self) -> Box<dyn Transport> {
-        let endpoint = self.network.endpoint().unwrap();
-        self.network.set_faults(endpoint.endpoint(), self.faults.clone());
-        (self.wrap)(endpoint)
-    }
-
-    fn region(&mut self, len: usize) -> Region {
-        Region::zeroed(len).unwrap()
-    }
-
-    fn now(&mut self) -> Duration {
-        self.now += Duration::from_micros(500);
-        self.now
-    }
-
-    fn kill(&mut self, victim: Box<dyn Transport>) {
-        assert!(self.network.kill(victim.endpoint()));
-    }
-
-    fn readable(&mut self, fd: BorrowedFd<'_>) -> Option<bool> {
-        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        Some(poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1)
-    }
-
-    fn rounds(&self) -> u64 {
-        100
-    }
-}
+use common::{Mem, plain};
 
 fn check(mut harness: Mem) {
     let report = run(&mut harness);
     println!("{report}");
     assert!(report.holds_except(&[]), "{report}");
-}
-
-fn plain(t: MemTransport) -> Box<dyn Transport> {
-    Box::new(t)
 }
 
 fn ms(start: u64, end: u64) -> std::ops::Range<Duration> {
