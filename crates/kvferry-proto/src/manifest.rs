@@ -113,7 +113,7 @@ pub struct Assembly {
 #[derive(Clone, Debug)]
 pub enum Joined {
     /// More ranks must join.
-    Waiting(Assembly),
+    Waiting,
     /// That was the last one.
     Complete(EngineManifest),
 }
@@ -151,26 +151,24 @@ impl Assembly {
     /// Adds a rank.
     ///
     /// # Errors
-    /// If it may not join, or if it was the last and all together are unsound. The assembly comes back as it was
-    /// before.
-    #[allow(clippy::result_large_err, reason = "the state comes back so that the caller loses nothing")]
-    pub fn join(mut self, join: RankJoin) -> Result<Joined, (Self, JoinError)> {
-        if let Err(error) = self.admit(&join) {
-            return Err((self, error));
-        }
+    /// If it may not join, or if it was the last and all together are unsound. The assembly is then as it was before.
+    pub fn join(&mut self, join: RankJoin) -> Result<Joined, JoinError> {
+        self.admit(&join)?;
         let rank = join.rank;
         self.joined[rank.index()] = Some(join);
         if self.joined.iter().any(Option::is_none) {
-            return Ok(Joined::Waiting(self));
+            return Ok(Joined::Waiting);
         }
         let manifests = self.joined.iter().flatten().map(|j| j.manifest.clone()).collect();
         let contacts = self.joined.iter().flatten().map(|j| RankContact { epoch: j.epoch, blob: j.blob.clone() });
         let contacts = contacts.collect();
         match Manifest::new(self.spec.clone(), self.groups.clone(), manifests) {
-            Ok(cache) => Ok(Joined::Complete(EngineManifest::assemble(self.engine, self.epoch, cache, contacts))),
+            Ok(cache) => {
+                Ok(Joined::Complete(EngineManifest::assemble(self.engine.clone(), self.epoch, cache, contacts)))
+            }
             Err(errors) => {
                 self.leave(rank);
-                Err((self, JoinError::Unsound(errors)))
+                Err(JoinError::Unsound(errors))
             }
         }
     }

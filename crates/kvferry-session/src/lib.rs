@@ -1,1 +1,39 @@
-//! Runtime-free orchestration of kvferry ranks and owners.
+//! Runtime-free orchestration: what a rank does with its memory and its transport, and what an owner decides.
+//!
+//! [`RankSession`] serves one rank: it registers the cache, reads what its owner orders over its [`Transport`], zeroes
+//! tails, digests and compares. [`OwnerSession`] serves one engine: it collects its ranks, meets other owners, keeps the
+//! leases of what it offers and decides how each of its requests ends. Both take messages and the time, and give messages;
+//! neither has a thread, a socket, a clock or a runtime. What drives them is the `kvferry` crate, or a test.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`cache`] | a rank's regions, checked against its layout and registered |
+//! | [`pairing`] | what two engines are to each other: compatible or not, maps of peers, plans; cached |
+//! | [`bind`] | the proof that a batch stays inside what is registered |
+//! | [`runs`] | digests of a batch's bytes in the order of its runs |
+//! | [`locate`] | which item and block a destination byte belongs to |
+//! | [`rank`] | one rank: pulls, lanes, digests |
+//! | [`owner`] | one engine: ranks, links, leases, requests |
+//! | [`assurance`], [`outcome`] | how sure the consumer is; the one way to say "delivered" |
+//!
+//! Invariants: a batch is submitted only after its bounds were proven; a request ends exactly once; [`Delivered`] is made
+//! in one function, from the producer's *Held* for complete reads and a proof that only [`assurance`] makes.
+//!
+//! [`Transport`]: kvferry_transport::Transport
+#![forbid(unsafe_code)]
+
+pub mod assurance;
+pub mod bind;
+pub mod cache;
+pub mod locate;
+pub mod outcome;
+pub mod owner;
+pub mod pairing;
+pub mod rank;
+pub mod runs;
+
+pub use assurance::Assurance;
+pub use cache::{CacheError, LocalCache};
+pub use outcome::{Delivered, Failed, FailureCause, Report};
+pub use owner::{OwnerConfig, OwnerSession};
+pub use rank::RankSession;

@@ -1,0 +1,28 @@
+//! The step between "which bytes" and "move them": the proof that a batch stays inside what is registered.
+//!
+//! The source's lengths are those that the lane knows, from the peer's transport blob; the destination's are our own
+//! registrations. So a peer whose manifest promises more than it registered is found here, before anything is posted.
+
+use std::sync::Arc;
+
+use kvferry_geometry::batch::{Batch, BoundedBatch, BoundsError};
+use kvferry_transport::PeerInfo;
+
+use crate::cache::LocalCache;
+
+/// Proves a batch that is read from `peer` into `local`.
+///
+/// # Errors
+/// Which section leaves which region, and by how much.
+pub fn bind_read(batch: Batch, peer: &PeerInfo, local: &LocalCache) -> Result<Arc<BoundedBatch>, BoundsError> {
+    Ok(Arc::new(batch.check(&peer.lens(), &local.lens())?))
+}
+
+/// Descriptors when every block pair, item and loop step is one of its own: before any merging of neighbours.
+#[must_use]
+pub fn descriptors_before(batch: &Batch) -> u64 {
+    let of_section = |s: &kvferry_geometry::batch::Section| {
+        s.bases.len() as u64 * s.parts.iter().map(|p| p.pair_count() * p.nest.runs()).sum::<u64>()
+    };
+    batch.sections().iter().map(of_section).sum()
+}

@@ -1,0 +1,247 @@
+//! How a request ended, for the engine: delivered, or failed with what each rank said.
+
+use std::fmt;
+use std::time::Duration;
+
+use kvferry_geometry::compat::Mismatches;
+use kvferry_geometry::request::RequestErrors;
+use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_proto::names::{Epoch, Fence};
+use kvferry_proto::peer::BindRefusal;
+use kvferry_proto::rank::RankFault;
+use kvferry_proto::request::{Ended, Held};
+
+use crate::assurance::{Assurance, Assured, NotAssured};
+use crate::pairing::PairingError;
+
+/// What one consumer rank read from one producer rank.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PairReport {
+    /// The producer's rank.
+    pub src: RankId,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// Bytes read.
+    pub bytes: Bytes,
+    /// Rows of the batch in product form.
+    pub rows: u64,
+    /// Descriptors when every block, layer and head is one of its own.
+    pub descriptors_before: u64,
+    /// Descriptors after neighbours were merged.
+    pub descriptors_after: u64,
+    /// Between submission and completion.
+    pub took: Duration,
+}
+
+/// What happened, whatever the end.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Report {
+    /// The lease.
+    pub fence: Fence,
+    /// What was asked for.
+    pub assurance: Assurance,
+    /// Who read how much from whom, by consumer rank, then producer rank.
+    pub pairs: Vec<PairReport>,
+    /// Bytes zeroed beyond the moved tokens, over all ranks.
+    pub zeroed: Bytes,
+    /// Bytes compared by digest on both sides, over all ranks.
+    pub compared: Bytes,
+    /// The ranks that failed, and how.
+    pub faults: Vec<(RankId, RankFault)>,
+    /// Ranks whose memory may still be written: their blocks must not be used again.
+    pub in_doubt: Vec<RankId>,
+    /// From the engine's call to the end.
+    pub took: Duration,
+}
+
+impl Report {
+    /// Bytes read over all pairs.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        Bytes::new(self.pairs.iter().map(|p| p.bytes.get()).sum())
+    }
+
+    pub(crate) fn empty(fence: Fence, assurance: Assurance, took: Duration) -> Self {
+        Self {
+            fence,
+            assurance,
+            pairs: Vec::new(),
+            zeroed: Bytes::ZERO,
+            compared: Bytes::ZERO,
+            faults: Vec::new(),
+            in_doubt: Vec::new(),
+            took,
+        }
+    }
+
+    pub(crate) fn of(fence: Fence, assurance: Assurance, took: Duration, ended: &Ended) -> Self {
+        let mut report = Self::empty(fence, assurance, took);
+        let (mut zeroed, mut compared) = (0u64, 0u64);
+        for (&dst, result) in ended.results() {
+            match result {
+                Ok(r) => {
+                    zeroed += r.zeroed.get();
+                    compared += r.compared.get();
+                    report.pairs.extend(r.sources.iter().map(|s| PairReport {
+                        src: s.src,
+                        dst,
+                        bytes: s.bytes,
+                        rows: s.rows,
+                        descriptors_before: s.descriptors_before,
+                        descriptors_after: s.descriptors_after,
+                        took: s.took,
+                    }));
+                }
+                Err(fault) => {
+                    if fault.in_doubt {
+                        report.in_doubt.push(dst);
+                    }
+                    report.faults.push((dst, fault.clone()));
+                }
+            }
+        }
+        (report.zeroed, report.compared) = (Bytes::new(zeroed), Bytes::new(compared));
+        report
+    }
+}
+
+/// Every byte that the request asked for is in place.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Delivered {
+    assured: Assured,
+    report: Report,
+}
+
+impl Delivered {
+    /// The one way to say so: the producer held the lease for complete reads, and the level asked for was reached.
+    pub(crate) fn new(held: &Held, assured: Assured, took: Duration) -> Self {
+        Self { assured, report: Report::of(held.fence().clone(), assured.level(), took, held.ended()) }
+    }
+
+    /// The level of assurance that was reached.
+    #[must_use]
+    pub fn assurance(&self) -> Assurance {
+        self.assured.level()
+    }
+
+    /// What happened.
+    #[must_use]
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+}
+
+/// A request failed. None of its bytes may be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Failed {
+    /// Why.
+    pub cause: FailureCause,
+    /// What happened until then.
+    pub report: Report,
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.cause)?;
+        for (rank, fault) in &self.report.faults {
+            write!(f, "\nrank {rank}: {fault}")?;
+        }
+        for rank in &self.report.in_doubt {
+            write!(f, "\nrank {rank}: its blocks may still be written and must not be used again")?;
+        }
+        Ok(())
+    }
+}
+impl std::error::Error for Failed {}
+
+/// Why a request failed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FailureCause {
+    /// Our own ranks have not all joined.
+    #[error("this engine's ranks have not all joined")]
+    NotReady,
+    /// One of our own ranks is gone.
+    #[error("this engine's rank {rank} is gone: {reason}; restart the engine")]
+    RankLost {
+        /// The rank.
+        rank: RankId,
+        /// What is known.
+        reason: String,
+    },
+    /// The assurance was not reached, or is not served.
+    #[error(transparent)]
+    NotAssured(#[from] NotAssured),
+    /// The producer's owner can't be reached, or its link broke.
+    #[error("the producer's owner at {address}: {reason}")]
+    Link {
+        /// Its address.
+        address: String,
+        /// What is known.
+        reason: String,
+    },
+    /// The two owners don't get along.
+    #[error("the handshake with {address} failed: {}", .reasons.join("; "))]
+    Handshake {
+        /// The producer's address.
+        address: String,
+        /// Every mismatch.
+        reasons: Vec<String>,
+    },
+    /// The caches don't match.
+    #[error("the caches do not match: {0}")]
+    Mismatch(Mismatches),
+    /// The caches match, but there is no map of peers or no plan.
+    #[error(transparent)]
+    Pairing(PairingError),
+    /// The producer was restarted after it made the reference.
+    #[error(
+        "the reference is of epoch {reference:.8} of its engine, which is now in epoch {current:.8}; prefill again"
+    )]
+    StaleEpoch {
+        /// The reference's.
+        reference: Epoch,
+        /// The engine's.
+        current: Epoch,
+    },
+    /// The producer refused.
+    #[error("the producer refused: {0}")]
+    Refused(BindRefusal),
+    /// Blocks, room or held tokens don't fit.
+    #[error("the request does not fit: {0}")]
+    Request(RequestErrors),
+    /// Some ranks failed: see the report.
+    #[error("{failed} of {ranks} ranks failed")]
+    Ranks {
+        /// How many failed.
+        failed: usize,
+        /// How many were named.
+        ranks: usize,
+    },
+    /// The producer did not hold the lease while it was read.
+    #[error("the producer answered stale: the lease was closed while it was read, or before")]
+    Stale,
+    /// Time is up.
+    #[error("not done within {after:?}, while {waiting_for}")]
+    Deadline {
+        /// The time allowed.
+        after: Duration,
+        /// What was waited for.
+        waiting_for: &'static str,
+    },
+    /// The engine gave it up.
+    #[error("cancelled")]
+    Cancelled,
+    /// The owner was shut down.
+    #[error("the owner was shut down")]
+    Shutdown,
+}
+
+impl From<PairingError> for FailureCause {
+    fn from(error: PairingError) -> Self {
+        match error {
+            PairingError::Mismatch(m) => Self::Mismatch(m),
+            other => Self::Pairing(other),
+        }
+    }
+}

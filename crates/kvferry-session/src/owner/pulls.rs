@@ -1,0 +1,412 @@
+//! The consumer's side: requests, from the wish to their one end.
+
+use super::{BTreeMap, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish};
+
+use kvferry_geometry::request::{BoundRequest, Request};
+use kvferry_geometry::units::RankId;
+use kvferry_proto::names::pairing_salt;
+use kvferry_proto::peer::{BindAnswer, BindRefusal, PeerMessage, ReleaseAnswer, RunDigest, RunDigestAnswer, Window};
+use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
+use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
+
+use crate::assurance::{Assured, served};
+use crate::outcome::{Delivered, Failed, FailureCause, Report};
+
+#[derive(Debug)]
+enum State {
+    /// The link is not up.
+    Linking(Wanted),
+    /// The producer was asked.
+    Asking(Asking),
+    /// Ranks read.
+    Reading(Reading),
+    /// It has failed; ranks are stopping. `None`: the ranks' own faults are the cause.
+    Stopping { reading: Reading, cause: Option<FailureCause>, until: Duration },
+    /// The verdict is awaited.
+    Releasing(Releasing, Assured),
+    /// Between two states, within one call.
+    Moving,
+}
+
+impl State {
+    fn waiting_for(&self) -> &'static str {
+        match self {
+            Self::Linking(_) => "waiting for the link to the producer's owner",
+            Self::Asking(_) => "waiting for the producer to bind the lease",
+            Self::Reading(_) | Self::Stopping { .. } => "waiting for ranks to read",
+            Self::Releasing(..) | Self::Moving => "waiting for the producer's verdict",
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Pull {
+    wish: PullWish,
+    link: LinkId,
+    pairing: Option<Pairing>,
+    started: Duration,
+    state: State,
+}
+
+impl Pull {
+    fn deadline(&self) -> Duration {
+        match &self.state {
+            State::Stopping { until, .. } => *until,
+            _ => self.started.saturating_add(self.wish.deadline),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Pulls {
+    last: u64,
+    open: BTreeMap<PullId, Pull>,
+    by_fence: BTreeMap<Fence, PullId>,
+}
+
+impl Pulls {
+    pub(super) fn next_deadline(&self) -> Option<Duration> {
+        self.open.values().map(Pull::deadline).min()
+    }
+
+    /// The request for a lease on a link.
+    fn find(&self, fence: &Fence, link: LinkId) -> Option<PullId> {
+        let id = *self.by_fence.get(fence)?;
+        (self.open.get(&id)?.link == link).then_some(id)
+    }
+
+    /// Takes the state out; put another back in the same call.
+    fn take(&mut self, id: PullId) -> Option<State> {
+        Some(std::mem::replace(&mut self.open.get_mut(&id)?.state, State::Moving))
+    }
+
+    fn put(&mut self, id: PullId, state: State) {
+        if let Some(pull) = self.open.get_mut(&id) {
+            pull.state = state;
+        }
+    }
+
+    fn on_link(&self, link: LinkId) -> Vec<PullId> {
+        self.open.iter().filter(|(_, p)| p.link == link).map(|(id, _)| *id).collect()
+    }
+}
+
+impl OwnerSession {
+    pub(super) fn start_pull(&mut self, wish: PullWish) -> PullId {
+        self.pulls.last += 1;
+        let id = PullId(self.pulls.last);
+        let refused = match &self.life {
+            Life::Assembling(_) => Some(FailureCause::NotReady),
+            Life::Broken(_, rank, reason) => Some(FailureCause::RankLost { rank: *rank, reason: reason.clone() }),
+            Life::Ready(_) => match served(wish.assurance) {
+                Err(error) => Some(error.into()),
+                Ok(()) if self.pulls.by_fence.contains_key(&wish.fence) => {
+                    Some(FailureCause::Refused(BindRefusal::AlreadyBound))
+                }
+                Ok(()) => None,
+            },
+        };
+        if let Some(cause) = refused {
+            let report = Report::empty(wish.fence, wish.assurance, Duration::ZERO);
+            let result = Box::new(Err(Failed { cause, report }));
+            self.effects.push_back(Effect::PullEnded { pull: id, result });
+            return id;
+        }
+        let link = self.link_to(&wish.address, &wish.fence.engine);
+        self.pulls.by_fence.insert(wish.fence.clone(), id);
+        let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
+        self.pulls.open.insert(id, Pull { wish, link, pairing: None, started: self.now, state });
+        if self.links.peer(link).is_some() {
+            self.ask(id);
+        }
+        id
+    }
+
+    pub(super) fn link_up_for_pulls(&mut self, link: LinkId) {
+        for id in self.pulls.on_link(link) {
+            self.ask(id);
+        }
+    }
+
+    fn ask(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (link, fence) = (pull.link, pull.wish.fence.clone());
+        let salt = pairing_salt(&self.config.engine, fence.lease);
+        let Some((peer, direction)) = self.reading(link) else { return };
+        if peer.epoch() != fence.epoch {
+            let (reference, current) = (fence.epoch, peer.epoch());
+            return self.stop(id, FailureCause::StaleEpoch { reference, current });
+        }
+        let map = match direction.and_then(|d| d.map(salt)) {
+            Ok(map) => map,
+            Err(error) => return self.stop(id, error.into()),
+        };
+        match self.pulls.take(id) {
+            Some(State::Linking(wanted)) => {
+                let (asking, bind) = wanted.ask(salt, map.digest());
+                self.pulls.put(id, State::Asking(asking));
+                if let Some(pull) = self.pulls.open.get_mut(&id) {
+                    pull.pairing = Some(Pairing { peer: peer.digest(), salt, peer_map: map.digest() });
+                }
+                self.send_peer(link, PeerMessage::Bind(bind));
+            }
+            Some(other) => self.pulls.put(id, other),
+            None => {}
+        }
+    }
+
+    pub(super) fn on_bind_answer(&mut self, link: LinkId, answer: BindAnswer) {
+        let fence = match &answer {
+            BindAnswer::Bound(grant) => &grant.fence,
+            BindAnswer::Refused { fence, .. } => fence,
+        };
+        let Some(id) = self.pulls.find(fence, link) else { return };
+        match self.pulls.take(id) {
+            Some(State::Asking(asking)) => match asking.on_answer(answer) {
+                Step::Next(Ok(granted)) => self.read(id, granted),
+                Step::Next(Err(reason)) => self.fail(id, FailureCause::Refused(reason), None),
+                Step::Ignored(same) | Step::Waiting(same) => self.pulls.put(id, State::Asking(same)),
+            },
+            Some(other) => self.pulls.put(id, other),
+            None => {}
+        }
+    }
+
+    fn read(&mut self, id: PullId, granted: Granted) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (link, wish, pairing) = (pull.link, &pull.wish, pull.pairing);
+        let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
+        let assurance = wish.assurance;
+        let (Some(pairing), Some((peer, Ok(direction)))) = (pairing, self.reading(link)) else {
+            return self.give_back(id, link, granted, FailureCause::NotReady);
+        };
+        let map = match direction.map(pairing.salt) {
+            Ok(map) => map,
+            Err(error) => return self.give_back(id, link, granted, error.into()),
+        };
+        let full_hit = match BoundRequest::new(direction.compatible(), request.clone()) {
+            Ok(bound) => bound.is_full_hit(),
+            Err(errors) => return self.give_back(id, link, granted, FailureCause::Request(errors)),
+        };
+        if full_hit {
+            return self.reads_ended(id, granted.full_hit(), None);
+        }
+        let reading = granted.read(&map);
+        let named: Vec<RankId> = reading.pending().collect();
+        self.pulls.put(id, State::Reading(reading));
+        for rank in named {
+            let order = PullOrder { pull: id, pairing, request: request.clone(), assurance };
+            if !self.send_rank(rank, ToRank::Pull(order), Some(&peer)) {
+                self.on_pulled(rank, id, Err(lost("it is not there", false)));
+            }
+        }
+    }
+
+    fn give_back(&mut self, id: PullId, link: LinkId, granted: Granted, cause: FailureCause) {
+        self.send_peer(link, PeerMessage::Release(granted.abandon()));
+        self.fail(id, cause, None);
+    }
+
+    pub(super) fn on_pulled(&mut self, rank: RankId, id: PullId, result: RankResult) {
+        let failed = result.is_err();
+        let (reading, stopping) = match self.pulls.take(id) {
+            Some(State::Reading(reading)) => (reading, None),
+            Some(State::Stopping { reading, cause, until }) => (reading, Some((cause, until))),
+            Some(other) => return self.pulls.put(id, other),
+            None => return,
+        };
+        match (reading.on_rank(rank, result), stopping) {
+            (Step::Next(ended), stopping) => self.reads_ended(id, ended, stopping.and_then(|(cause, _)| cause)),
+            (Step::Ignored(reading) | Step::Waiting(reading), Some((cause, until))) => {
+                self.pulls.put(id, State::Stopping { reading, cause, until });
+            }
+            (Step::Waiting(reading), None) if failed => self.stop_ranks(id, reading, None),
+            (Step::Ignored(reading) | Step::Waiting(reading), None) => self.pulls.put(id, State::Reading(reading)),
+        }
+    }
+
+    /// No rank reads any more.
+    fn reads_ended(&mut self, id: PullId, ended: Ended, cause: Option<FailureCause>) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let link = pull.link;
+        let cause = match (cause, Assured::check(pull.wish.assurance, &ended)) {
+            (Some(cause), _) => cause,
+            (None, Ok(assured)) => match ended.release() {
+                Ok((releasing, release)) => {
+                    self.pulls.put(id, State::Releasing(releasing, assured));
+                    return self.send_peer(link, PeerMessage::Release(release));
+                }
+                Err((ended, release)) => {
+                    self.send_peer(link, PeerMessage::Release(release));
+                    return self.fail(id, crate::assurance::NotAssured::Incomplete.into(), Some(&ended));
+                }
+            },
+            (None, Err(error)) => {
+                let failed = ended.results().values().filter(|r| r.is_err()).count();
+                let ranks = ended.results().len();
+                if failed > 0 { FailureCause::Ranks { failed, ranks } } else { error.into() }
+            }
+        };
+        self.send_peer(link, PeerMessage::Release(ended.abandon()));
+        self.fail(id, cause, Some(&ended));
+    }
+
+    pub(super) fn on_release_answer(&mut self, link: LinkId, answer: &ReleaseAnswer) {
+        let Some(id) = self.pulls.find(&answer.fence, link) else { return };
+        match self.pulls.take(id) {
+            Some(State::Releasing(releasing, assured)) => match releasing.on_answer(answer) {
+                Step::Next(Ok(held)) => {
+                    let Some(pull) = self.pulls.open.get(&id) else { return };
+                    let took = self.now.saturating_sub(pull.started);
+                    self.end(id, Ok(Delivered::new(&held, assured, took)));
+                }
+                Step::Next(Err(ended)) => self.fail(id, FailureCause::Stale, Some(&ended)),
+                Step::Ignored(same) | Step::Waiting(same) => self.pulls.put(id, State::Releasing(same, assured)),
+            },
+            Some(other) => self.pulls.put(id, other),
+            None => {}
+        }
+    }
+
+    pub(super) fn on_digest_wanted(&mut self, rank: RankId, id: PullId, src: RankId, windows: Vec<Window>) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        match &pull.state {
+            State::Reading(reading) if reading.is_pending(rank) => {
+                let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
+                let question = RunDigest { fence, src, dst: rank, tokens, groups, windows };
+                self.send_peer(pull.link, PeerMessage::RunDigest(question));
+            }
+            // The rank is being stopped, and will hear of it.
+            _ => {}
+        }
+    }
+
+    pub(super) fn on_run_digest_answer(&mut self, link: LinkId, answer: RunDigestAnswer) {
+        let Some(id) = self.pulls.find(&answer.fence, link) else { return };
+        let (src, pieces) = (answer.src, answer.pieces);
+        // A rank that is gone has ended already.
+        self.send_rank(answer.dst, ToRank::DigestAnswer { pull: id, src, pieces }, None);
+    }
+
+    pub(super) fn cancel_pull(&mut self, id: PullId) {
+        self.stop(id, FailureCause::Cancelled);
+    }
+
+    /// Ends a request as failed: at once if no rank reads, else when all have stopped.
+    fn stop(&mut self, id: PullId, cause: FailureCause) {
+        let Some(link) = self.pulls.open.get(&id).map(|p| p.link) else { return };
+        match self.pulls.take(id) {
+            Some(State::Asking(_)) => {
+                // It may be bound by the time this arrives, and after the bind it does.
+                if let Some(pull) = self.pulls.open.get(&id) {
+                    let fence = pull.wish.fence.clone();
+                    let reads = kvferry_proto::peer::ReadsEnd::Abandoned;
+                    self.send_peer(link, PeerMessage::Release(kvferry_proto::peer::Release { fence, reads }));
+                }
+                self.fail(id, cause, None);
+            }
+            Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
+            Some(State::Releasing(releasing, _)) => self.fail(id, cause, Some(releasing.ended())),
+            Some(same @ State::Stopping { .. }) => self.pulls.put(id, same),
+            Some(State::Linking(_) | State::Moving) => self.fail(id, cause, None),
+            None => {}
+        }
+    }
+
+    fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
+        let pending: Vec<RankId> = reading.pending().collect();
+        let until = self.now + self.config.grace;
+        self.pulls.put(id, State::Stopping { reading, cause, until });
+        for rank in pending {
+            self.send_rank(rank, ToRank::Cancel(id), None);
+        }
+    }
+
+    pub(super) fn link_lost_in_pulls(&mut self, link: LinkId, cause: &FailureCause) {
+        for id in self.pulls.on_link(link) {
+            self.stop(id, cause.clone());
+        }
+    }
+
+    pub(super) fn rank_lost_in_pulls(&mut self, rank: RankId, reason: &str) {
+        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
+        for id in open {
+            let before_reading =
+                matches!(self.pulls.open.get(&id).map(|p| &p.state), Some(State::Linking(_) | State::Asking(_)));
+            if before_reading {
+                self.stop(id, FailureCause::RankLost { rank, reason: reason.into() });
+            } else {
+                // Nothing proves that it has stopped.
+                self.on_pulled(rank, id, Err(lost(reason, true)));
+            }
+        }
+    }
+
+    pub(super) fn expire_pulls(&mut self) {
+        let now = self.now;
+        let late: Vec<PullId> =
+            self.pulls.open.iter().filter(|(_, p)| p.deadline() <= now).map(|(id, _)| *id).collect();
+        for id in late {
+            match self.pulls.take(id) {
+                Some(State::Stopping { mut reading, cause, .. }) => {
+                    // Ranks that have not stopped in time are in doubt.
+                    let pending: Vec<RankId> = reading.pending().collect();
+                    for rank in pending {
+                        match reading.on_rank(rank, Err(lost("it did not stop in time", true))) {
+                            Step::Next(ended) => {
+                                self.reads_ended(id, ended, cause);
+                                break;
+                            }
+                            Step::Waiting(same) | Step::Ignored(same) => reading = same,
+                        }
+                    }
+                }
+                Some(state) => {
+                    let waiting_for = state.waiting_for();
+                    self.pulls.put(id, state);
+                    let after = self.pulls.open.get(&id).map_or(Duration::ZERO, |p| p.wish.deadline);
+                    self.stop(id, FailureCause::Deadline { after, waiting_for });
+                }
+                None => {}
+            }
+        }
+    }
+
+    pub(super) fn end_all_pulls(&mut self) {
+        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
+        for id in open {
+            let Some(state) = self.pulls.take(id) else { continue };
+            let in_doubt = match &state {
+                State::Reading(reading) | State::Stopping { reading, .. } => reading.pending().collect(),
+                _ => Vec::new(),
+            };
+            self.fail_with(id, FailureCause::Shutdown, None, in_doubt);
+        }
+    }
+
+    fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
+        self.fail_with(id, cause, ended, Vec::new());
+    }
+
+    fn fail_with(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>, in_doubt: Vec<RankId>) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (fence, level) = (pull.wish.fence.clone(), pull.wish.assurance);
+        let took = self.now.saturating_sub(pull.started);
+        let mut report = match ended {
+            Some(ended) => Report::of(fence, level, took, ended),
+            None => Report::empty(fence, level, took),
+        };
+        report.in_doubt.extend(in_doubt);
+        self.end(id, Err(Failed { cause, report }));
+    }
+
+    fn end(&mut self, id: PullId, result: Result<Delivered, Failed>) {
+        let Some(pull) = self.pulls.open.remove(&id) else { return };
+        self.pulls.by_fence.remove(&pull.wish.fence);
+        self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
+    }
+}
+
+fn lost(reason: &str, in_doubt: bool) -> RankFault {
+    RankFault { stage: Stage::Read, text: format!("the rank is gone: {reason}"), in_doubt, bad: Vec::new() }
+}

@@ -1,0 +1,133 @@
+//! The owner's own ranks: joining, leaving, and what each was told.
+
+use super::{BTreeMap, ByRank, Digest, DigestSet, Effect, Life, OwnerSession, RankId, RankLinkId};
+use std::sync::Arc;
+
+use kvferry_proto::handshake::LocalSide;
+use kvferry_proto::manifest::{Joined, RankJoin};
+use kvferry_proto::rank::{FromRank, ToRank};
+
+/// One rank's link.
+#[derive(Debug, Default)]
+struct RankLink {
+    /// Which rank it is; `None` until it has joined.
+    rank: Option<RankId>,
+    /// The engines it was told of.
+    told: DigestSet,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Ranks {
+    last: u64,
+    links: BTreeMap<RankLinkId, RankLink>,
+    by_rank: ByRank<RankLinkId>,
+}
+
+impl Ranks {
+    pub(super) fn accept(&mut self) -> RankLinkId {
+        self.last += 1;
+        let link = RankLinkId(self.last);
+        self.links.insert(link, RankLink::default());
+        link
+    }
+
+    pub(super) fn link(&self, rank: RankId) -> Option<RankLinkId> {
+        self.by_rank.get(&rank).copied()
+    }
+
+    fn rank(&self, link: RankLinkId) -> Option<RankId> {
+        self.links.get(&link)?.rank
+    }
+
+    /// Notes that a rank is told of an engine; true if it was not before.
+    pub(super) fn tell(&mut self, rank: RankId, digest: Digest) -> bool {
+        let Some(link) = self.link(rank) else { return false };
+        self.links.get_mut(&link).is_some_and(|l| l.told.insert(digest))
+    }
+
+    /// The links of the ranks that had been told of an engine.
+    pub(super) fn forget(&mut self, digest: Digest) -> Vec<RankLinkId> {
+        self.links.iter_mut().filter_map(|(id, l)| l.told.remove(&digest).then_some(*id)).collect()
+    }
+}
+
+impl OwnerSession {
+    pub(super) fn on_rank_message(&mut self, link: RankLinkId, message: FromRank) {
+        let rank = match self.ranks.links.get(&link) {
+            Some(l) => l.rank,
+            None => return,
+        };
+        match (rank, message) {
+            (None, FromRank::Join(join)) => self.join(link, join),
+            (Some(rank), FromRank::Pulled { pull, result }) => self.on_pulled(rank, pull, result),
+            (Some(rank), FromRank::DigestWanted { pull, src, windows }) => {
+                self.on_digest_wanted(rank, pull, src, windows);
+            }
+            (Some(_), FromRank::Digested { ticket, pieces }) => self.on_digested(ticket, pieces),
+            (joined, _) => {
+                let what = if joined.is_some() { "it joined twice" } else { "it did not join first" };
+                self.refuse_rank(link, what.into());
+            }
+        }
+    }
+
+    fn join(&mut self, link: RankLinkId, join: RankJoin) {
+        let rank = join.rank;
+        let assembly = match &mut self.life {
+            Life::Assembling(assembly) => assembly,
+            _ => return self.refuse_rank(link, "the engine is complete; restart it to replace a rank".into()),
+        };
+        match assembly.join(join) {
+            Err(error) => {
+                self.refuse_rank(link, error.to_string());
+                self.effects.push_back(Effect::JoinRefused(error));
+            }
+            Ok(joined) => {
+                if let Some(l) = self.ranks.links.get_mut(&link) {
+                    l.rank = Some(rank);
+                }
+                self.ranks.by_rank.insert(rank, link);
+                if let Joined::Complete(manifest) = joined {
+                    self.complete(manifest);
+                }
+            }
+        }
+    }
+
+    fn complete(&mut self, manifest: kvferry_proto::manifest::EngineManifest) {
+        let manifest = Arc::new(manifest);
+        let local =
+            LocalSide { identity: self.config.identity.clone(), check: self.config.check, manifest: manifest.clone() };
+        self.life = Life::Ready(Arc::new(local));
+        let ranks: Vec<RankId> = self.ranks.by_rank.keys().copied().collect();
+        for rank in ranks {
+            self.send_rank(rank, ToRank::Welcome(manifest.clone()), None);
+        }
+        self.effects.push_back(Effect::Ready(manifest));
+        self.greet_waiting();
+    }
+
+    fn refuse_rank(&mut self, link: RankLinkId, reason: String) {
+        self.effects.push_back(Effect::SendRank { link, message: ToRank::Refused(reason.clone()) });
+        self.effects.push_back(Effect::CloseRank { link });
+        self.lose_rank(link, &reason);
+    }
+
+    pub(super) fn lose_rank(&mut self, link: RankLinkId, reason: &str) {
+        let rank = self.ranks.rank(link);
+        self.ranks.links.remove(&link);
+        let Some(rank) = rank else { return };
+        self.ranks.by_rank.remove(&rank);
+        match &mut self.life {
+            Life::Assembling(assembly) => assembly.leave(rank),
+            Life::Ready(local) => {
+                let local = local.clone();
+                self.life = Life::Broken(local, rank, reason.into());
+                self.effects.push_back(Effect::RankLost { rank, reason: reason.into() });
+            }
+            Life::Broken(..) => self.effects.push_back(Effect::RankLost { rank, reason: reason.into() }),
+        }
+        self.rank_lost_in_pulls(rank, reason);
+        self.rank_lost_in_digests(rank, reason);
+    }
+}

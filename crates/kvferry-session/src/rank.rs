@@ -1,0 +1,407 @@
+//! One rank: reads what its owner orders, and digests what other ranks read from it.
+//!
+//! The session owns its [`Transport`]. Its driver hands it the owner's messages ([`RankSession::handle`]), calls
+//! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
+//! to other ranks are connected when first needed and kept until the owner forgets the engine.
+//!
+//! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Long work
+//! (digests) is done a slice at a time.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_geometry::batch::Side;
+use kvferry_geometry::digest::Digest;
+use kvferry_geometry::request::BoundRequest;
+use kvferry_geometry::units::RankId;
+use kvferry_geometry::zero::ZeroPlan;
+use kvferry_proto::manifest::{EngineManifest, RankJoin};
+use kvferry_proto::names::{EngineId, Epoch};
+use kvferry_proto::rank::{DigestOrder, FromRank, PullId, PullOrder, RankFault, Stage, ToRank};
+use kvferry_transport::{ConnectError, Event, OpId, OpKind, Outcome, PeerId, Submission, SubmitError, Transport};
+
+use crate::bind::{bind_read, descriptors_before};
+use crate::cache::LocalCache;
+use crate::pairing::Acquaintance;
+use crate::runs::RunDigester;
+
+mod compare;
+mod pull;
+
+use pull::{Next, Pull, Source, SourceState};
+
+/// Bytes that are digested between two looks at the transport.
+const SLICE: u64 = 16 << 20;
+
+/// Which rank this is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RankIdentity {
+    /// Of which engine.
+    pub engine: EngineId,
+    /// Which one.
+    pub rank: RankId,
+    /// Which life of it: random.
+    pub epoch: Epoch,
+}
+
+/// Whether the owner has taken the rank in.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Standing {
+    /// It has not answered yet, or other ranks are missing.
+    Joining,
+    /// The engine is complete.
+    Member(Arc<EngineManifest>),
+    /// It refused.
+    Refused(String),
+}
+
+/// Another engine.
+struct Known {
+    manifest: Arc<EngineManifest>,
+    acquaintance: Acquaintance,
+    lanes: BTreeMap<RankId, PeerId>,
+}
+
+/// A digest order in progress.
+struct Job {
+    ticket: u64,
+    digester: RunDigester,
+}
+
+/// One rank of an engine. See the module's text.
+pub struct RankSession {
+    who: RankIdentity,
+    transport: Box<dyn Transport>,
+    cache: LocalCache,
+    standing: Standing,
+    peers: BTreeMap<Digest, Known>,
+    pulls: BTreeMap<PullId, Pull>,
+    ops: BTreeMap<OpId, (PullId, RankId)>,
+    jobs: VecDeque<Job>,
+    zeros: Option<ZeroPlan>,
+    out: VecDeque<FromRank>,
+    now: Duration,
+}
+
+impl RankSession {
+    /// A rank whose cache is registered with this transport. Its first message joins the owner.
+    #[must_use]
+    pub fn new(who: RankIdentity, transport: Box<dyn Transport>, cache: LocalCache) -> Self {
+        let join = RankJoin {
+            engine: who.engine.clone(),
+            rank: who.rank,
+            epoch: who.epoch,
+            manifest: cache.manifest().clone(),
+            blob: transport.blob().into(),
+        };
+        Self {
+            who,
+            transport,
+            cache,
+            standing: Standing::Joining,
+            peers: BTreeMap::new(),
+            pulls: BTreeMap::new(),
+            ops: BTreeMap::new(),
+            jobs: VecDeque::new(),
+            zeros: None,
+            out: VecDeque::from([FromRank::Join(join)]),
+            now: Duration::ZERO,
+        }
+    }
+
+    /// Whether the owner has taken the rank in.
+    #[must_use]
+    pub fn standing(&self) -> &Standing {
+        &self.standing
+    }
+
+    /// Takes a message of the owner.
+    pub fn handle(&mut self, message: ToRank, now: Duration) {
+        self.now = now;
+        match message {
+            ToRank::Welcome(engine) => {
+                self.zeros = Some(ZeroPlan::new(engine.cache(), self.who.rank));
+                self.standing = Standing::Member(engine);
+            }
+            ToRank::Refused(reason) => self.standing = Standing::Refused(reason),
+            ToRank::Peer(manifest) => {
+                let known = Known { manifest, acquaintance: Acquaintance::default(), lanes: BTreeMap::new() };
+                self.peers.entry(known.manifest.digest()).or_insert(known);
+            }
+            ToRank::Forget(digest) => self.forget(digest),
+            ToRank::Pull(order) => self.start_pull(&order),
+            ToRank::Cancel(pull) => {
+                let fault = RankFault {
+                    stage: Stage::Cancelled,
+                    text: "the owner gave the request up".into(),
+                    in_doubt: false,
+                    bad: Vec::new(),
+                };
+                self.fail(pull, fault);
+            }
+            ToRank::Digest(order) => self.start_digest(order),
+            ToRank::DigestAnswer { pull, src, pieces } => {
+                if let Some(p) = self.pulls.get_mut(&pull) {
+                    let next = p.on_theirs(src, pieces);
+                    self.go_on(pull, next);
+                }
+            }
+            // A newer owner's message: nothing here waits for it.
+            _ => {}
+        }
+    }
+
+    /// Does what there is to do, without blocking for long. Gives the time at which it must be called again even if
+    /// nothing wakes it; a time not after `now` means that there is more to do at once.
+    pub fn step(&mut self, now: Duration) -> Option<Duration> {
+        self.now = now;
+        let deadline = self.transport.step(now);
+        while let Some(event) = self.transport.next_event() {
+            self.on_event(event);
+        }
+        self.digest_slice();
+        self.compare_slice();
+        let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
+        if busy { Some(now) } else { deadline }
+    }
+
+    /// The next message for the owner.
+    pub fn next_message(&mut self) -> Option<FromRank> {
+        self.out.pop_front()
+    }
+
+    /// Readable while the transport has something to do; for a poller.
+    #[must_use]
+    pub fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.transport.wake_fd()
+    }
+
+    fn on_event(&mut self, event: Event) {
+        match event {
+            Event::Completed { op, outcome, .. } => self.on_completed(op, &outcome),
+            Event::PeerLost { peer, .. } => {
+                // Its operations have ended before this. A later order connects anew.
+                for known in self.peers.values_mut() {
+                    known.lanes.retain(|_, lane| *lane != peer);
+                }
+                // Already gone is as good.
+                let _ = self.transport.disconnect(peer);
+            }
+            Event::Connected { .. } | Event::Notification { .. } => {}
+        }
+    }
+
+    fn on_completed(&mut self, op: OpId, outcome: &Outcome) {
+        let Some((id, src)) = self.ops.remove(&op) else { return };
+        if let Some(pull) = self.pulls.get_mut(&id) {
+            let next = pull.on_completed(src, outcome, self.now);
+            self.go_on(id, next);
+        }
+        // A place in the transport's queue is free.
+        let queued: Vec<PullId> = self.pulls.iter().filter(|(_, p)| p.has_queued()).map(|(id, _)| *id).collect();
+        for id in queued {
+            self.post(id);
+        }
+    }
+
+    fn start_pull(&mut self, order: &PullOrder) {
+        match self.plan(order) {
+            Ok(pull) => {
+                self.pulls.insert(order.pull, pull);
+                self.post(order.pull);
+            }
+            Err(fault) => self.out.push_back(FromRank::Pulled { pull: order.pull, result: Err(fault) }),
+        }
+    }
+
+    /// Everything that can be refused is refused here, before the first byte moves.
+    fn plan(&mut self, order: &PullOrder) -> Result<Pull, RankFault> {
+        let fault = |stage, text: String| RankFault { stage, text, in_doubt: false, bad: Vec::new() };
+        let refuse = |text: &str| fault(Stage::Plan, text.into());
+        let unfit = |e: &dyn std::fmt::Display| fault(Stage::Plan, e.to_string());
+        let Standing::Member(engine) = &self.standing else { return Err(refuse("the engine is not complete")) };
+        if self.pulls.contains_key(&order.pull) {
+            return Err(refuse("the request was ordered twice"));
+        }
+        let pairing = order.pairing;
+        let known = self.peers.get_mut(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
+        let peer = known.manifest.clone();
+        let direction = known.acquaintance.reading(engine.cache(), peer.cache()).map_err(|e| unfit(&e))?;
+        let map = direction.agreed_map(pairing.salt, pairing.peer_map).map_err(|e| unfit(&e))?;
+        let request = BoundRequest::new(direction.compatible(), order.request.clone()).map_err(|e| unfit(&e))?;
+        let mut batches = Vec::new();
+        for src in map.sources_of(self.who.rank) {
+            let plan = direction.plan(pairing.salt, src, self.who.rank).map_err(|e| unfit(&e))?;
+            batches.push((src, plan.resolve(&request)));
+        }
+        let mut sources = BTreeMap::new();
+        for (src, batch) in batches {
+            let before = descriptors_before(&batch);
+            let unbound =
+                |e: kvferry_geometry::batch::BoundsError| fault(Stage::Plan, format!("source rank {src}: {e}"));
+            let source = if batch.is_empty() {
+                Source::nothing(Arc::new(batch.check(&[], &[]).map_err(unbound)?))
+            } else {
+                let lane = self.lane(pairing.peer, src, &peer)?;
+                let info =
+                    self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
+                Source::queued(lane, bind_read(batch, &info, &self.cache).map_err(unbound)?, before)
+            };
+            sources.insert(src, source);
+        }
+        Ok(Pull::new(order.assurance, request, self.now, sources))
+    }
+
+    /// The lane to a producer's rank, connected now if there is none.
+    fn lane(&mut self, peer: Digest, src: RankId, manifest: &EngineManifest) -> Result<PeerId, RankFault> {
+        let fault = |text: String| RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() };
+        let known = self.peers.get_mut(&peer).ok_or_else(|| fault("the engine was forgotten".into()))?;
+        if let Some(lane) = known.lanes.get(&src) {
+            return Ok(*lane);
+        }
+        let contact = manifest.contact(src).ok_or_else(|| fault(format!("the engine has no rank {src}")))?;
+        let lane = match self.transport.connect(&contact.blob) {
+            Ok(lane) => lane,
+            // The same endpoint under an older manifest of its engine.
+            Err(ConnectError::AlreadyConnected { peer, .. }) => peer,
+            Err(error) => return Err(fault(format!("source rank {src}: {error}"))),
+        };
+        known.lanes.insert(src, lane);
+        Ok(lane)
+    }
+
+    /// Submits what is queued of a pull, as far as the transport takes it.
+    fn post(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let mut failed = None;
+        for (&src, source) in &mut pull.sources {
+            let SourceState::Queued(lane) = source.state else { continue };
+            let batch = source.batch.clone();
+            match self.transport.submit(Submission { peer: lane, kind: OpKind::Read, batch, notify: None }) {
+                Ok(op) => {
+                    self.ops.insert(op, (id, src));
+                    source.state = SourceState::Reading { op, since: self.now };
+                }
+                Err(SubmitError::QueueFull { .. }) if !self.ops.is_empty() => break,
+                Err(error) => {
+                    let text = format!("source rank {src}: {error}");
+                    failed = Some(RankFault { stage: Stage::Submit, text, in_doubt: false, bad: Vec::new() });
+                    break;
+                }
+            }
+        }
+        match failed {
+            Some(fault) => self.fail(id, fault),
+            None => {
+                let next = pull.after_reads();
+                self.go_on(id, next);
+            }
+        }
+    }
+
+    /// The pull has failed: nothing more is posted, what is in flight is asked to stop.
+    fn fail(&mut self, id: PullId, fault: RankFault) {
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let next = pull.fail(fault);
+        self.go_on(id, next);
+    }
+
+    fn go_on(&mut self, id: PullId, next: Next) {
+        match next {
+            Next::Wait => {}
+            Next::Stop(ops) => {
+                for op in ops {
+                    // Not in flight any more: its event is on the way.
+                    let _ = self.transport.cancel(op);
+                }
+            }
+            Next::AllRead => self.zero_and_compare(id),
+            Next::Ask(questions) => {
+                for (src, windows) in questions {
+                    self.out.push_back(FromRank::DigestWanted { pull: id, src, windows });
+                }
+            }
+            Next::End(result) => {
+                self.pulls.remove(&id);
+                self.out.push_back(FromRank::Pulled { pull: id, result });
+            }
+        }
+    }
+
+    fn zero_and_compare(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let zeros = self.zeros.as_ref().map(|z| z.resolve(&pull.request)).unwrap_or_default();
+        let regions = self.cache.regions();
+        let zeroed = zeros.ranges().try_for_each(|r| match regions.get(r.region.index()) {
+            Some(memory) => memory.fill(r.offset, r.len, 0).map_err(|e| e.to_string()),
+            None => Err(format!("region {} is not registered", r.region)),
+        });
+        let next = match zeroed {
+            Ok(()) => pull.compare(zeros.bytes(), self.now),
+            Err(text) => pull.fail(RankFault { stage: Stage::Zero, text, in_doubt: false, bad: Vec::new() }),
+        };
+        self.go_on(id, next);
+    }
+
+    fn start_digest(&mut self, order: DigestOrder) {
+        let ticket = order.ticket;
+        match self.plan_digest(order) {
+            Ok(digester) => self.jobs.push_back(Job { ticket, digester }),
+            Err(why) => self.out.push_back(FromRank::Digested { ticket, pieces: Err(why) }),
+        }
+    }
+
+    fn plan_digest(&mut self, order: DigestOrder) -> Result<RunDigester, String> {
+        let Standing::Member(engine) = &self.standing else { return Err("the engine is not complete".into()) };
+        let pairing = order.pairing;
+        let known = self.peers.get_mut(&pairing.peer).ok_or("the order names an unknown engine")?;
+        let peer = known.manifest.cache().clone();
+        let text = |e: &dyn std::fmt::Display| e.to_string();
+        let direction = known.acquaintance.serving(engine.cache(), &peer).map_err(|e| text(&e))?;
+        direction.agreed_map(pairing.salt, pairing.peer_map).map_err(|e| text(&e))?;
+        let request = BoundRequest::new(direction.compatible(), order.request).map_err(|e| text(&e))?;
+        let plan = direction.plan(pairing.salt, self.who.rank, order.dst).map_err(|e| text(&e))?;
+        let batch = plan.resolve(&request).check(&self.cache.lens(), &peer.region_lens(order.dst));
+        let batch = Arc::new(batch.map_err(|e| text(&e))?);
+        RunDigester::new(batch, Side::Src, order.windows).map_err(|e| text(&e))
+    }
+
+    /// One slice of what peers asked for.
+    fn digest_slice(&mut self) {
+        let Some(mut job) = self.jobs.pop_front() else { return };
+        let pieces = match job.digester.advance(self.cache.regions(), SLICE) {
+            Ok(false) => return self.jobs.push_back(job),
+            Ok(true) => Ok(job.digester.finish()),
+            Err(error) => Err(error.to_string()),
+        };
+        self.out.push_back(FromRank::Digested { ticket: job.ticket, pieces });
+    }
+
+    /// One slice of our own side of a comparison.
+    fn compare_slice(&mut self) {
+        let Some((&id, pull)) = self.pulls.iter_mut().find(|(_, p)| p.has_work()) else { return };
+        let Standing::Member(engine) = &self.standing else { return };
+        let next = pull.compare_slice(self.cache.regions(), SLICE, engine.cache(), self.who.rank, self.now);
+        self.go_on(id, next);
+    }
+
+    fn forget(&mut self, digest: Digest) {
+        let Some(known) = self.peers.remove(&digest) else { return };
+        for lane in known.lanes.into_values() {
+            let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
+            if !shared {
+                // Already gone is as good.
+                let _ = self.transport.disconnect(lane);
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for RankSession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (engine, rank) = (&self.who.engine, self.who.rank);
+        write!(f, "RankSession({engine} rank {rank}, {} pulls, {} digests)", self.pulls.len(), self.jobs.len())
+    }
+}

@@ -1,0 +1,265 @@
+//! One rank's share of a request: its sources, read, then compared if that was asked for.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_geometry::batch::BoundedBatch;
+use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::request::BoundRequest;
+use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_proto::peer::{PieceDigest, Window};
+use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
+use kvferry_transport::{OpId, Outcome, PeerId, Region};
+
+use super::compare::{Compare, Progress};
+
+/// What the session must do next for a pull.
+#[derive(Debug)]
+pub(super) enum Next {
+    /// Nothing: something is awaited.
+    Wait,
+    /// Ask these operations to stop.
+    Stop(Vec<OpId>),
+    /// All sources are read: zero, then [`Pull::compare`].
+    AllRead,
+    /// Ask the owner for these digests.
+    Ask(Vec<(RankId, Vec<Window>)>),
+    /// The pull has ended.
+    End(Result<RankReport, RankFault>),
+}
+
+#[derive(Debug)]
+pub(super) enum SourceState {
+    /// Not posted yet.
+    Queued(PeerId),
+    /// Posted.
+    Reading { op: OpId, since: Duration },
+    /// In place.
+    Read { took: Duration },
+    /// In place, and being compared.
+    Comparing { took: Duration, compare: Box<Compare> },
+    /// In place and equal to the producer's.
+    Compared { took: Duration },
+    /// Failed or stopped.
+    Ended,
+}
+
+#[derive(Debug)]
+pub(super) struct Source {
+    pub(super) batch: Arc<BoundedBatch>,
+    pub(super) state: SourceState,
+    before: u64,
+}
+
+impl Source {
+    pub(super) fn queued(lane: PeerId, batch: Arc<BoundedBatch>, before: u64) -> Self {
+        Self { batch, state: SourceState::Queued(lane), before }
+    }
+
+    /// A named source of which this request needs nothing.
+    pub(super) fn nothing(batch: Arc<BoundedBatch>) -> Self {
+        Self { batch, state: SourceState::Read { took: Duration::ZERO }, before: 0 }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Pull {
+    assurance: Assurance,
+    pub(super) request: BoundRequest,
+    started: Duration,
+    pub(super) sources: BTreeMap<RankId, Source>,
+    fault: Option<RankFault>,
+    zeroed: Bytes,
+    bad: Vec<BadBlock>,
+}
+
+impl Pull {
+    pub(super) fn new(
+        assurance: Assurance,
+        request: BoundRequest,
+        started: Duration,
+        sources: BTreeMap<RankId, Source>,
+    ) -> Self {
+        Self { assurance, request, started, sources, fault: None, zeroed: Bytes::ZERO, bad: Vec::new() }
+    }
+
+    /// Whether a source waits for a place in the transport's queue.
+    pub(super) fn has_queued(&self) -> bool {
+        self.fault.is_none() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(_)))
+    }
+
+    /// Whether bytes are to be digested here.
+    pub(super) fn has_work(&self) -> bool {
+        self.sources.values().any(|s| matches!(&s.state, SourceState::Comparing { compare, .. } if compare.has_work()))
+    }
+
+    /// An operation has ended.
+    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, now: Duration) -> Next {
+        let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
+        let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
+        let (error, in_doubt) = match outcome {
+            Outcome::Done(_) => {
+                source.state = SourceState::Read { took: now.saturating_sub(since) };
+                return self.after_reads();
+            }
+            Outcome::Failed(error) => (error, false),
+            Outcome::InDoubt(error) => (error, true),
+        };
+        source.state = SourceState::Ended;
+        let text = format!("source rank {src}: {error}");
+        self.fail(RankFault { stage: Stage::Read, text, in_doubt, bad: Vec::new() })
+    }
+
+    /// Goes on when nothing is in flight or queued any more.
+    pub(super) fn after_reads(&mut self) -> Next {
+        let waiting = |s: &Source| matches!(s.state, SourceState::Queued(_) | SourceState::Reading { .. });
+        match &self.fault {
+            None if self.sources.values().any(waiting) => Next::Wait,
+            None if self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. })) => Next::AllRead,
+            None => Next::Wait,
+            Some(_) => self.stop(),
+        }
+    }
+
+    /// The first fault is the one that is told; doubt adds up. Ends when nothing is in flight.
+    pub(super) fn fail(&mut self, fault: RankFault) -> Next {
+        match &mut self.fault {
+            Some(first) => first.in_doubt |= fault.in_doubt,
+            None => self.fault = Some(fault),
+        }
+        self.stop()
+    }
+
+    fn stop(&mut self) -> Next {
+        let mut ops = Vec::new();
+        for source in self.sources.values_mut() {
+            match source.state {
+                SourceState::Reading { op, .. } => ops.push(op),
+                SourceState::Queued(_) | SourceState::Comparing { .. } => source.state = SourceState::Ended,
+                _ => {}
+            }
+        }
+        if !ops.is_empty() {
+            return Next::Stop(ops);
+        }
+        match self.fault.take() {
+            Some(fault) => Next::End(Err(fault)),
+            None => Next::Wait,
+        }
+    }
+
+    /// All is read and zeroed: compares, or ends.
+    pub(super) fn compare(&mut self, zeroed: Bytes, now: Duration) -> Next {
+        self.zeroed = zeroed;
+        if self.assurance != Assurance::Full {
+            return self.end_if_done(now);
+        }
+        let mut questions = Vec::new();
+        for (&src, source) in &mut self.sources {
+            let SourceState::Read { took } = source.state else { continue };
+            let bytes = source.batch.batch().bytes().get();
+            if bytes == 0 {
+                source.state = SourceState::Compared { took };
+                continue;
+            }
+            match Compare::start(source.batch.clone()) {
+                Ok((compare, windows)) => {
+                    source.state = SourceState::Comparing { took, compare: Box::new(compare) };
+                    questions.push((src, windows));
+                }
+                Err(text) => return self.fail(compare_fault(text, Vec::new())),
+            }
+        }
+        if questions.is_empty() { self.end_if_done(now) } else { Next::Ask(questions) }
+    }
+
+    /// The producer's digests have come, or won't.
+    pub(super) fn on_theirs(&mut self, src: RankId, pieces: Result<Vec<PieceDigest>, String>) -> Next {
+        let Some(Source { state: SourceState::Comparing { compare, .. }, .. }) = self.sources.get_mut(&src) else {
+            return Next::Wait;
+        };
+        match pieces {
+            Ok(pieces) => {
+                compare.on_theirs(pieces);
+                Next::Wait
+            }
+            Err(why) => {
+                let text = format!("source rank {src} could not digest its bytes: {why}");
+                self.fail(compare_fault(text, Vec::new()))
+            }
+        }
+    }
+
+    /// Does a slice of our own side, and judges what both sides have done.
+    pub(super) fn compare_slice(
+        &mut self,
+        regions: &[Region],
+        budget: u64,
+        own: &Manifest,
+        rank: RankId,
+        now: Duration,
+    ) -> Next {
+        let working = self.sources.iter_mut().find_map(|(src, s)| match &mut s.state {
+            SourceState::Comparing { compare, took } if compare.has_work() => Some((*src, *took, compare)),
+            _ => None,
+        });
+        let Some((src, took, compare)) = working else { return Next::Wait };
+        match compare.advance(regions, budget) {
+            Ok(Progress::Working) => Next::Wait,
+            Ok(Progress::Ask(windows)) => Next::Ask(vec![(src, windows)]),
+            Ok(Progress::Equal) => {
+                if let Some(source) = self.sources.get_mut(&src) {
+                    source.state = SourceState::Compared { took };
+                }
+                self.end_if_done(now)
+            }
+            Ok(Progress::Differ(windows)) => {
+                let bad = compare.name(src, &windows, own, rank);
+                if let Some(source) = self.sources.get_mut(&src) {
+                    source.state = SourceState::Ended;
+                }
+                self.bad.extend(bad);
+                self.end_if_done(now)
+            }
+            Err(text) => self.fail(compare_fault(text, Vec::new())),
+        }
+    }
+
+    fn end_if_done(&mut self, now: Duration) -> Next {
+        if self.sources.values().any(|s| matches!(s.state, SourceState::Comparing { .. })) {
+            return Next::Wait;
+        }
+        if self.sources.values().any(|s| matches!(s.state, SourceState::Ended)) {
+            let bad = std::mem::take(&mut self.bad);
+            return Next::End(Err(compare_fault("bytes differ from the producer's".into(), bad)));
+        }
+        let mut compared = 0;
+        let sources = self.sources.iter().map(|(&src, s)| {
+            let batch = s.batch.batch();
+            let took = match s.state {
+                SourceState::Compared { took } => {
+                    compared += batch.bytes().get();
+                    took
+                }
+                SourceState::Read { took } => took,
+                _ => Duration::ZERO,
+            };
+            SourceReport {
+                src,
+                bytes: batch.bytes(),
+                rows: batch.rows(),
+                descriptors_before: s.before,
+                descriptors_after: batch.descriptors(),
+                took,
+            }
+        });
+        let sources = sources.collect();
+        let took = now.saturating_sub(self.started);
+        Next::End(Ok(RankReport { sources, zeroed: self.zeroed, compared: Bytes::new(compared), took }))
+    }
+}
+
+fn compare_fault(text: String, bad: Vec<BadBlock>) -> RankFault {
+    RankFault { stage: Stage::Compare, text, in_doubt: false, bad }
+}

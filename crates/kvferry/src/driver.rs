@@ -1,0 +1,460 @@
+//! Drives an owner's session: the one task that owns it, and the one place of this crate that reads a clock.
+//!
+//! All that happens comes in through two bounded channels, calls of the engine and news of the connections; the session's
+//! effects go out to connections that never make the driver wait. Listening and connecting are tasks of their own.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_geometry::units::RankId;
+use kvferry_proto::lease::Offer;
+use kvferry_proto::manifest::{EngineManifest, JoinError};
+use kvferry_proto::names::{Fence, LeaseId};
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::rank::{FromRank, PullId};
+use kvferry_proto::wire;
+use kvferry_session::owner::{Effect, LinkId, OfferError, OwnerSession, PullWish, RankLinkId};
+use kvferry_session::{Delivered, Failed};
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+
+use crate::address::Address;
+use crate::connection::{Connection, Heard, Stream};
+use crate::owner::{OwnerEvent, PeerListener};
+
+/// News of connections that wait for the driver, at most; then the connections wait.
+const NEWS: usize = 1024;
+/// Connections of each kind, at most; more are closed at once.
+const CONNECTIONS: usize = 4096;
+/// How often abandoned pulls are looked for.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// The time since this value was made. The only clock.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock(Instant);
+
+impl Clock {
+    pub(crate) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    pub(crate) fn now(self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn at(self, time: Duration) -> tokio::time::Instant {
+        // A deadline beyond all reason is as good as none: look again in an hour.
+        let soon = self.0.checked_add(time).unwrap_or_else(|| Instant::now() + Duration::from_secs(3600));
+        tokio::time::Instant::from_std(soon)
+    }
+}
+
+/// How far the engine is, for those who wait for it.
+#[derive(Clone, Debug)]
+pub(crate) enum Progress {
+    Joining(Vec<RankId>),
+    Ready(Arc<EngineManifest>),
+    Refused(JoinError),
+}
+
+/// A call of the engine.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Offer { lease: LeaseId, offer: Offer, reply: oneshot::Sender<Result<Fence, OfferError>> },
+    Withdraw { lease: LeaseId, reply: oneshot::Sender<bool> },
+    Pull { wish: Box<PullWish>, done: oneshot::Sender<Result<Delivered, Failed>>, reply: oneshot::Sender<PullId> },
+    Cancel { pull: PullId },
+    Shutdown { reply: oneshot::Sender<()> },
+}
+
+/// News of connections.
+enum News {
+    Peer(Stream),
+    Rank(Stream),
+    Connected(LinkId, Result<Stream, String>),
+    PeerSaid(LinkId, Box<PeerMessage>),
+    PeerNonsense(LinkId, String),
+    PeerClosed(LinkId, String),
+    RankSaid(RankLinkId, Box<FromRank>),
+    RankClosed(RankLinkId, String),
+}
+
+/// Why the driver woke.
+enum Wake {
+    Command(Option<Command>),
+    News(News),
+    Sweep,
+    Time,
+}
+
+pub(crate) struct Listeners {
+    pub(crate) peers: Option<PeerListener>,
+    pub(crate) ranks: UnixListener,
+    pub(crate) rank_socket: PathBuf,
+}
+
+pub(crate) struct Driver {
+    session: OwnerSession,
+    clock: Clock,
+    commands: mpsc::Receiver<Command>,
+    news: mpsc::Receiver<News>,
+    tell: mpsc::Sender<News>,
+    events: mpsc::Sender<OwnerEvent>,
+    waiting: VecDeque<OwnerEvent>,
+    progress: watch::Sender<Progress>,
+    peers: HashMap<LinkId, Connection>,
+    ranks: HashMap<RankLinkId, Connection>,
+    pulls: HashMap<PullId, oneshot::Sender<Result<Delivered, Failed>>>,
+    tasks: Tasks,
+}
+
+/// What runs beside the driver and ends with it.
+struct Tasks {
+    set: JoinSet<()>,
+    sockets: Vec<PathBuf>,
+}
+
+impl Drop for Tasks {
+    fn drop(&mut self) {
+        for path in &self.sockets {
+            // Gone already is as good.
+            drop(std::fs::remove_file(path));
+        }
+    }
+}
+
+impl Driver {
+    pub(crate) fn new(
+        session: OwnerSession,
+        commands: mpsc::Receiver<Command>,
+        events: mpsc::Sender<OwnerEvent>,
+        progress: watch::Sender<Progress>,
+        listeners: Listeners,
+    ) -> Self {
+        let (tell, news) = mpsc::channel(NEWS);
+        let mut tasks = Tasks { set: JoinSet::new(), sockets: vec![listeners.rank_socket] };
+        tasks.set.spawn(accept_ranks(listeners.ranks, tell.clone()));
+        if let Some(listener) = listeners.peers {
+            if let PeerListener::Unix(unix) = &listener
+                && let Some(path) = unix.local_addr().ok().and_then(|a| a.as_pathname().map(PathBuf::from))
+            {
+                tasks.sockets.push(path);
+            }
+            tasks.set.spawn(accept_peers(listener, tell.clone()));
+        }
+        Self {
+            session,
+            clock: Clock::start(),
+            commands,
+            news,
+            tell,
+            events,
+            waiting: VecDeque::new(),
+            progress,
+            peers: HashMap::new(),
+            ranks: HashMap::new(),
+            pulls: HashMap::new(),
+            tasks,
+        }
+    }
+
+    /// Until the engine shuts the owner down or drops it.
+    pub(crate) async fn run(mut self) {
+        let mut sweep = tokio::time::interval(SWEEP);
+        sweep.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            self.carry_out();
+            let deadline = self.session.step(self.clock.now());
+            self.carry_out();
+            match self.wake(deadline, &mut sweep).await {
+                Wake::Command(Some(Command::Shutdown { reply })) => {
+                    self.shut_down();
+                    // Whoever asked need not wait for it.
+                    let _ = reply.send(());
+                    return;
+                }
+                Wake::Command(Some(command)) => self.command(command),
+                Wake::Command(None) => return self.shut_down(),
+                Wake::News(news) => {
+                    self.heard(news);
+                    // What has come meanwhile needs no timer of its own.
+                    for _ in 0..64 {
+                        let Ok(news) = self.news.try_recv() else { break };
+                        self.carry_out();
+                        self.heard(news);
+                    }
+                }
+                Wake::Sweep => self.sweep(),
+                Wake::Time => {}
+            }
+        }
+    }
+
+    /// Sleeps until something happens. Gives an event to the engine meanwhile, if one waits and there is room.
+    async fn wake(&mut self, deadline: Option<Duration>, sweep: &mut tokio::time::Interval) -> Wake {
+        let sleep = tokio::time::sleep_until(self.clock.at(deadline.unwrap_or(Duration::MAX)));
+        tokio::select! {
+            command = self.commands.recv() => Wake::Command(command),
+            Some(news) = self.news.recv() => Wake::News(news),
+            permit = self.events.reserve(), if !self.waiting.is_empty() => {
+                match permit {
+                    Ok(permit) => {
+                        if let Some(event) = self.waiting.pop_front() {
+                            permit.send(event);
+                        }
+                    }
+                    // The engine has dropped its stream of events.
+                    Err(_) => self.waiting.clear(),
+                }
+                Wake::Time
+            }
+            () = sleep, if deadline.is_some() => Wake::Time,
+            _ = sweep.tick(), if !self.pulls.is_empty() => Wake::Sweep,
+            Some(_) = self.tasks.set.join_next() => Wake::Time,
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        let now = self.clock.now();
+        // Whoever has dropped the other end doesn't want the answer.
+        match command {
+            Command::Offer { lease, offer, reply } => {
+                let offered = self.session.offer(lease, offer);
+                let open = offered.is_ok();
+                if reply.send(offered).is_err() && open {
+                    // Nobody will ever know the reference.
+                    self.session.withdraw(lease);
+                }
+            }
+            Command::Withdraw { lease, reply } => {
+                let _ = reply.send(self.session.withdraw(lease));
+            }
+            Command::Pull { wish, done, reply } => {
+                let pull = self.session.pull(*wish, now);
+                self.pulls.insert(pull, done);
+                if reply.send(pull).is_err() {
+                    self.session.cancel(pull, now);
+                }
+            }
+            Command::Cancel { pull } => self.session.cancel(pull, now),
+            Command::Shutdown { .. } => {}
+        }
+    }
+
+    fn heard(&mut self, news: News) {
+        let now = self.clock.now();
+        match news {
+            News::Peer(stream) => {
+                if self.peers.len() < CONNECTIONS {
+                    let link = self.session.accept(now);
+                    let connection = self.peer(link, stream);
+                    self.peers.insert(link, connection);
+                }
+            }
+            News::Rank(stream) => {
+                if self.ranks.len() < CONNECTIONS {
+                    let link = self.session.accept_rank();
+                    let connection = self.rank(link, stream);
+                    self.ranks.insert(link, connection);
+                }
+            }
+            News::Connected(link, Ok(stream)) => {
+                let connection = self.peer(link, stream);
+                self.peers.insert(link, connection);
+                self.session.link_opened(link, now);
+            }
+            News::Connected(link, Err(reason)) => self.session.link_closed(link, &reason, now),
+            News::PeerSaid(link, message) => self.session.peer_message(link, *message, now),
+            News::PeerNonsense(link, reason) => self.session.link_fault(link, &reason, now),
+            News::PeerClosed(link, reason) => {
+                self.peers.remove(&link);
+                self.session.link_closed(link, &reason, now);
+            }
+            News::RankSaid(link, message) => self.session.rank_message(link, *message, now),
+            News::RankClosed(link, reason) => {
+                self.ranks.remove(&link);
+                self.session.rank_closed(link, &reason, now);
+            }
+        }
+    }
+
+    fn peer(&self, link: LinkId, stream: Stream) -> Connection {
+        let tell = self.tell.clone();
+        Connection::start(stream, move |heard| {
+            let news = match heard {
+                Heard::Frame(frame) => match wire::decode_peer(&frame) {
+                    Ok(message) => News::PeerSaid(link, Box::new(message)),
+                    Err(error) => News::PeerNonsense(link, error.to_string()),
+                },
+                Heard::Nonsense(reason) => News::PeerNonsense(link, reason),
+                Heard::Closed(reason) => News::PeerClosed(link, reason),
+            };
+            let more = matches!(news, News::PeerSaid(..));
+            let tell = tell.clone();
+            async move { tell.send(news).await.is_ok() && more }
+        })
+    }
+
+    fn rank(&self, link: RankLinkId, stream: Stream) -> Connection {
+        let tell = self.tell.clone();
+        Connection::start(stream, move |heard| {
+            let news = match heard {
+                Heard::Frame(frame) => match wire::decode_from_rank(&frame) {
+                    Ok(message) => News::RankSaid(link, Box::new(message)),
+                    Err(error) => News::RankClosed(link, error.to_string()),
+                },
+                Heard::Nonsense(reason) | Heard::Closed(reason) => News::RankClosed(link, reason),
+            };
+            let more = matches!(news, News::RankSaid(..));
+            let tell = tell.clone();
+            async move { tell.send(news).await.is_ok() && more }
+        })
+    }
+
+    /// Does what the session wants done. Failures come back to the session, which may want more.
+    fn carry_out(&mut self) {
+        while let Some(effect) = self.session.next_effect() {
+            match effect {
+                Effect::Connect { link, address } => self.connect(link, &address),
+                Effect::SendPeer { link, message } => self.send_peer(link, &message),
+                Effect::ClosePeer { link } => drop(self.peers.remove(&link)),
+                Effect::SendRank { link, message } => {
+                    let sent = match wire::encode_to_rank(&message) {
+                        Ok(frame) => match self.ranks.get(&link) {
+                            Some(connection) if connection.send(frame) => Ok(()),
+                            _ => Err("its connection takes nothing any more".to_owned()),
+                        },
+                        Err(error) => Err(error.to_string()),
+                    };
+                    if let Err(reason) = sent {
+                        self.ranks.remove(&link);
+                        self.session.rank_closed(link, &reason, self.clock.now());
+                    }
+                }
+                Effect::CloseRank { link } => drop(self.ranks.remove(&link)),
+                Effect::Ready(manifest) => {
+                    self.progress.send_replace(Progress::Ready(manifest));
+                }
+                Effect::JoinRefused(error) => {
+                    self.progress.send_if_modified(|p| {
+                        let joining = matches!(p, Progress::Joining(_));
+                        if joining {
+                            *p = Progress::Refused(error.clone());
+                        }
+                        joining
+                    });
+                    self.waiting.push_back(OwnerEvent::JoinRefused(error));
+                }
+                Effect::RankLost { rank, reason } => self.waiting.push_back(OwnerEvent::RankLost { rank, reason }),
+                Effect::LeaseClosed { fence, how } => {
+                    self.waiting.push_back(OwnerEvent::Released { lease: fence.lease, how });
+                }
+                Effect::PullEnded { pull, result } => {
+                    if let Some(done) = self.pulls.remove(&pull) {
+                        // Nobody waits for an abandoned pull.
+                        drop(done.send(*result));
+                    }
+                }
+                // The session knows no other effects; a newer one would be for a newer driver.
+                _ => {}
+            }
+        }
+        self.progress.send_if_modified(|p| match p {
+            Progress::Joining(missing) => {
+                let now_missing = self.session.missing();
+                let changed = *missing != now_missing && !now_missing.is_empty();
+                if changed {
+                    *missing = now_missing;
+                }
+                changed
+            }
+            _ => false,
+        });
+    }
+
+    fn send_peer(&mut self, link: LinkId, message: &PeerMessage) {
+        let sent = match wire::encode_peer(message) {
+            Ok(frame) => match self.peers.get(&link) {
+                Some(connection) if connection.send(frame) => Ok(()),
+                _ => Err("its connection takes nothing any more".to_owned()),
+            },
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(reason) = sent {
+            self.peers.remove(&link);
+            self.session.link_closed(link, &reason, self.clock.now());
+        }
+    }
+
+    fn connect(&mut self, link: LinkId, address: &str) {
+        let tell = self.tell.clone();
+        let address: Result<Address, _> = address.parse();
+        self.tasks.set.spawn(async move {
+            let connected = match address {
+                Ok(address) => Stream::connect(&address).await.map_err(|e| format!("cannot connect: {e}")),
+                Err(error) => Err(error.to_string()),
+            };
+            // Refused only when the driver is gone.
+            drop(tell.send(News::Connected(link, connected)).await);
+        });
+    }
+
+    /// Gives up the pulls that nobody waits for.
+    fn sweep(&mut self) {
+        let now = self.clock.now();
+        let abandoned: Vec<PullId> = self.pulls.iter().filter(|(_, d)| d.is_closed()).map(|(id, _)| *id).collect();
+        for pull in abandoned {
+            self.session.cancel(pull, now);
+        }
+    }
+
+    fn shut_down(&mut self) {
+        self.session.shut_down(self.clock.now());
+        self.carry_out();
+        while let Some(event) = self.waiting.pop_front() {
+            if self.events.try_send(event).is_err() {
+                break;
+            }
+        }
+        self.peers.clear();
+        self.ranks.clear();
+    }
+}
+
+async fn accept_ranks(listener: UnixListener, tell: mpsc::Sender<News>) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                if tell.send(News::Rank(Stream::Unix(stream))).await.is_err() {
+                    return;
+                }
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+async fn accept_peers(listener: PeerListener, tell: mpsc::Sender<News>) {
+    loop {
+        let accepted = match &listener {
+            PeerListener::Tcp(l) => l.accept().await.map(|(s, _)| Stream::Tcp(s)),
+            PeerListener::Unix(l) => l.accept().await.map(|(s, _)| Stream::Unix(s)),
+        };
+        match accepted {
+            Ok(stream) => {
+                if tell.send(News::Peer(stream)).await.is_err() {
+                    return;
+                }
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+/// After a refused accept: the process is out of descriptors, or the caller has gone. Either passes.
+async fn pause() {
+    tokio::time::sleep(Duration::from_millis(20)).await;
+}
