@@ -63,7 +63,6 @@ pub struct ItemClass {
     src: SideGeometry,
     dst: SideGeometry,
     cells: Vec<Cell>,
-    components: u64,
     bases: Arc<[Base]>,
     /// Tokens of a period, or `None` where the request's tokens are walked.
     period: Option<u64>,
@@ -262,7 +261,6 @@ fn plan_class(src: Place<'_>, dst: Place<'_>, indices: &[usize], share: &Share) 
         src: src_side,
         dst: dst_side,
         cells,
-        components: d.0.components.len() as u64,
         bases: bases?.into(),
         period: None,
         phases: Vec::new(),

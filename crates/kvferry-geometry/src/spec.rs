@@ -75,7 +75,7 @@ impl Retention {
         let len = n.get();
         let start = match self {
             Self::Full => 0,
-            Self::Window(w) => (len + 1).saturating_sub(w.get()),
+            Self::Window(w) => len.saturating_sub(w.get().saturating_sub(1)),
             Self::Chunk(c) => len - len.checked_rem(c.get()).unwrap_or(0),
         };
         TokenRange::new(Tokens::new(start), n)

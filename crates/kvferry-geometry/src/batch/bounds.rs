@@ -87,7 +87,9 @@ impl BoundedBatch {
         for (index, section) in batch.sections().iter().enumerate() {
             let (mut src_end, mut dst_end) = (0, 0);
             for part in &section.parts {
-                total = total.saturating_add((section.bases.len() as u128).saturating_mul(part_bytes(index, part)?));
+                // A section without bases moves nothing, but what its parts count must be countable too.
+                let bases = section.bases.len().max(1) as u128;
+                total = total.saturating_add(bases.saturating_mul(part_bytes(index, part)?));
                 let (s, d) = part_extreme(index, part)?;
                 src_end = src_end.max(s);
                 dst_end = dst_end.max(d);

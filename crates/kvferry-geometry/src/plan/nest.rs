@@ -110,12 +110,17 @@ pub(super) struct PlacedNest {
 pub(super) struct CompiledPhase {
     pub(super) phase: Phase,
     pub(super) nests: Vec<PlacedNest>,
+    /// Contiguous ranges of all cells where nothing is joined across heads.
+    pub(super) ranges: u64,
 }
 
 impl CompiledPhase {
     pub(super) fn new(class: &ItemClass, phase: Phase) -> Self {
         let nests = class.cells.iter().map(|cell| place(class, cell, &phase)).collect();
-        Self { phase, nests }
+        let heads = u64::from(class.heads.count());
+        let of_cell = |cell: &Cell| heads * collapse(dims(class, cell, &phase, 1), cell.run).runs();
+        let ranges = class.cells.iter().map(of_cell).sum();
+        Self { phase, nests, ranges }
     }
 }
 
@@ -129,16 +134,22 @@ pub(super) fn token_run(class: &ItemClass) -> Option<(u64, u64, u64)> {
 }
 
 fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
-    let step = |side: &SideGeometry, c: &CellSide, (kernels, entries): (u64, u64)| {
-        kernels * side.kernel_stride + entries * c.entry_stride
-    };
+    PlacedNest {
+        src_add: cell.src.offset + step(&class.src, &cell.src, phase.src_start),
+        dst_add: cell.dst.offset + step(&class.dst, &cell.dst, phase.dst_start),
+        nest: collapse(dims(class, cell, phase, u64::from(class.heads.count())), cell.run),
+    }
+}
+
+fn step(side: &SideGeometry, c: &CellSide, (kernels, entries): (u64, u64)) -> u64 {
+    kernels * side.kernel_stride + entries * c.entry_stride
+}
+
+/// The loops of a cell in a phase, for `heads` heads.
+fn dims(class: &ItemClass, cell: &Cell, phase: &Phase, heads: u64) -> ArrayVec<Dim, MAX_DIMS> {
     let mut dims: ArrayVec<Dim, MAX_DIMS> = ArrayVec::new();
     dims.push(Dim { count: cell.count, src_stride: cell.src.stride, dst_stride: cell.dst.stride });
-    dims.push(Dim {
-        count: u64::from(class.heads.count()),
-        src_stride: cell.src.head_stride,
-        dst_stride: cell.dst.head_stride,
-    });
+    dims.push(Dim { count: heads, src_stride: cell.src.head_stride, dst_stride: cell.dst.head_stride });
     for TokenLoop { count, src, dst } in &phase.loops {
         dims.push(Dim {
             count: *count,
@@ -147,11 +158,7 @@ fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
         });
     }
     dims.push(Dim { count: phase.len, src_stride: cell.src.entry_stride, dst_stride: cell.dst.entry_stride });
-    PlacedNest {
-        src_add: cell.src.offset + step(&class.src, &cell.src, phase.src_start),
-        dst_add: cell.dst.offset + step(&class.dst, &cell.dst, phase.dst_start),
-        nest: collapse(dims, cell.run),
-    }
+    dims
 }
 
 /// The fewest loops around the longest run: loops that continue the run join it, loops that continue each other become

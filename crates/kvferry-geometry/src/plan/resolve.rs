@@ -48,14 +48,13 @@ impl PairPlan {
         Batch::new(sections)
     }
 
-    /// How many ranges a request would take with one for each item, component, head and run of tokens that lie
-    /// consecutively in one (kernel) block on both sides: what coalescing starts from.
+    /// How many contiguous ranges a request would take if nothing were joined across heads, blocks and items: what
+    /// coalescing starts from.
     #[must_use]
     pub fn uncoalesced(&self, request: &BoundRequest) -> u64 {
         let of_class = |class: &ItemClass| {
             let moved = request.moves().iter().find(|m| (m.src_group, m.dst_group) == class.groups);
-            let runs = moved.map_or(0, |m| class.token_runs(m.range));
-            class.items.len() as u64 * class.components * u64::from(class.heads.count()) * runs
+            class.items.len() as u64 * moved.map_or(0, |m| class.ranges(m.range))
         };
         self.classes.iter().map(of_class).sum()
     }
@@ -70,12 +69,16 @@ impl ItemClass {
         (first < last).then_some((period, first, last))
     }
 
-    fn token_runs(&self, range: TokenRange) -> u64 {
+    /// Contiguous ranges of one item, with nothing joined across heads and blocks.
+    fn ranges(&self, range: TokenRange) -> u64 {
         let (start, end) = (range.start().get(), range.end().get());
-        let walked = |a, b| walk::Runs::new(self, a, b).count() as u64;
+        let walked = |a, b| -> u64 {
+            let phases = walk::phases(walk::Runs::new(self, a, b));
+            phases.into_iter().map(|phase| CompiledPhase::new(self, phase).ranges).sum()
+        };
         match self.periods(range) {
             Some((period, first, last)) => {
-                let each: u64 = self.phases.iter().map(|p| p.phase.runs()).sum();
+                let each: u64 = self.phases.iter().map(|p| p.ranges).sum();
                 walked(start, first * period) + (last - first) * each + walked(last * period, end)
             }
             None => walked(start, end),
