@@ -157,6 +157,12 @@ impl ShmTransport {
         self.local.register(region, true, &self.capabilities)
     }
 
+    /// The slot of a copy thread, for tests that play one.
+    #[cfg(test)]
+    pub(crate) fn slot(&self, index: usize) -> crate::board::Slot {
+        self.local.board.slot(index)
+    }
+
     fn caller(&self) -> Caller<'_> {
         Caller {
             id: self.house.id,
@@ -521,7 +527,8 @@ impl Transport for ShmTransport {
         for peer in stirred {
             self.stir(peer);
         }
-        let again = more || self.links.values().any(|p| p.stirred);
+        // Events that are not taken yet are something to do as well: nothing would wake a driver for them again.
+        let again = more || !self.events.is_empty() || self.links.values().any(|p| p.stirred);
         if again { Some(now) } else { next }
     }
 

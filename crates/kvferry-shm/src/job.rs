@@ -15,13 +15,15 @@ use kvferry_transport::{LostCause, OpId, Region, Stats, TransferError};
 use rustix::io::Errno;
 
 use crate::board::{PeerBoard, Slot};
-use crate::copy::copy_runs;
+use crate::copy::{Runs, STREAM_FROM, drain};
 use crate::process::{Kernel, Process, ProcessError, Ranges, Way};
 use crate::refusal::{Surroundings, explain};
 use crate::window::Window;
 
-/// Bytes of a slice. About 50 microseconds of copying.
+/// Bytes of a slice between mappings. About 100 microseconds of copying.
 const SLICE: u64 = 512 << 10;
+/// Bytes of a slice that the kernel copies, so that its calls are long.
+const KERNEL_SLICE: u64 = 4 << 20;
 /// Below this an operation is not worth a second thread.
 const SMALL: u64 = 512 << 10;
 /// From this on it is cut into more shares than there are threads, so that a thread which is held up does not hold up all.
@@ -75,6 +77,10 @@ pub(crate) struct Job {
     batch: Arc<BoundedBatch>,
     regions: Regions,
     peer: PeerSide,
+    /// Whether it is large enough to be written past the caches.
+    stream: bool,
+    /// Bytes of a slice.
+    slice: u64,
     stop: AtomicBool,
     failed: OnceLock<TransferError>,
     left: AtomicUsize,
@@ -104,12 +110,15 @@ impl Job {
         if cut.is_empty() {
             cut.push(0..0);
         }
+        let mapped = regions.peers.iter().all(|(_, place)| matches!(place, Place::Mapped(_)));
         let job = Self {
             op,
             way,
             batch,
             regions,
             peer,
+            stream: total >= STREAM_FROM,
+            slice: if mapped { SLICE } else { KERNEL_SLICE },
             stop: AtomicBool::new(false),
             failed: OnceLock::new(),
             left: AtomicUsize::new(cut.len()),
@@ -177,55 +186,68 @@ impl Job {
     /// Moves up to a slice; gives the bytes moved, zero at the end.
     fn slice(&self, walk: &mut Walk<'_>) -> Result<u64, TransferError> {
         let mut moved = 0;
-        while moved < SLICE {
-            let Some(strip) = walk.strips.next_within(SLICE - moved) else { break };
-            self.strip(&strip, &mut walk.ranges)?;
+        // One behind, so that the next one's source is on its way while one is copied.
+        let mut held: Option<Runs> = None;
+        while moved < self.slice {
+            let Some(strip) = walk.strips.next_within(self.slice - moved) else { break };
+            if let Some(runs) = self.locate(&strip, &mut walk.ranges)? {
+                runs.fetch();
+                if let Some(before) = held.replace(runs) {
+                    // SAFETY: as argued in `locate`.
+                    unsafe { before.copy(self.stream) };
+                }
+            }
             moved += strip.bytes();
             walk.stats.0 += strip.bytes();
             walk.stats.1 += strip.count;
         }
+        if let Some(last) = held {
+            // SAFETY: as argued in `locate`.
+            unsafe { last.copy(self.stream) };
+        }
+        drain();
         self.flush(&mut walk.ranges)?;
         Ok(moved)
     }
 
-    fn strip(&self, strip: &Strip, ranges: &mut Ranges) -> Result<(), TransferError> {
-        let (our_id, our_offset, our_stride, peer_id, peer_offset, peer_stride) = match self.way {
-            Way::Fetch => (
-                strip.dst_region,
-                strip.dst_offset,
-                strip.dst_stride,
-                strip.src_region,
-                strip.src_offset,
-                strip.src_stride,
-            ),
-            Way::Store => (
-                strip.src_region,
-                strip.src_offset,
-                strip.src_stride,
-                strip.dst_region,
-                strip.dst_offset,
-                strip.dst_stride,
-            ),
+    /// Makes addresses of a strip: runs to copy where the peer's side is mapped, ranges for the kernel where it isn't.
+    ///
+    /// Runs given may be copied while `self` lives: `covers_its_batch` proved at construction that every region that the
+    /// batch names is as long as the batch was proven against, so each run of the strip lies inside both regions. Ours is
+    /// kept mapped by its owner (`Region::from_raw`), which `self` holds; the peer's by the window, which can't shrink and was
+    /// mapped writable where we write. The two are distinct mappings, so their addresses don't overlap.
+    fn locate(&self, strip: &Strip, ranges: &mut Ranges) -> Result<Option<Runs>, TransferError> {
+        let (src, dst) = ((strip.src_region, strip.src_offset), (strip.dst_region, strip.dst_offset));
+        let ((our_id, our_offset), (peer_id, peer_offset)) = match self.way {
+            Way::Fetch => (dst, src),
+            Way::Store => (src, dst),
         };
         let ours = find(&self.regions.ours, our_id).ok_or_else(internal)?;
         let peers = find(&self.regions.peers, peer_id).ok_or_else(internal)?;
         let fit = |v: u64| usize::try_from(v).unwrap_or(0);
         match peers {
-            // SAFETY: `covers_its_batch` proved at construction that every region that the batch names is as long as the
-            // batch was proven against, so each run of the strip lies inside both. Ours is kept mapped by its owner
-            // (`Region::from_raw`), which `self` holds; the peer's by the window, which can't shrink and was mapped
-            // writable where we write. The two are distinct mappings, so their addresses don't overlap.
-            Place::Mapped(window) => unsafe {
-                let ours = ours.as_ptr().add(fit(our_offset));
-                let peers = window.start().as_ptr().add(fit(peer_offset));
-                let (run, count, our_stride, peer_stride) =
-                    (fit(strip.run), fit(strip.count), fit(our_stride), fit(peer_stride));
-                match self.way {
-                    Way::Fetch => copy_runs(peers, peer_stride, ours, our_stride, run, count),
-                    Way::Store => copy_runs(ours, our_stride, peers, peer_stride, run, count),
-                }
-            },
+            Place::Mapped(window) => {
+                // SAFETY: both offsets lie inside their mappings, see above.
+                let (ours, peers) =
+                    unsafe { (ours.as_ptr().add(fit(our_offset)), window.start().as_ptr().add(fit(peer_offset))) };
+                let (src, dst) = match self.way {
+                    Way::Fetch => (peers, ours),
+                    Way::Store => (ours, peers),
+                };
+                Ok(Some(Runs {
+                    src,
+                    dst,
+                    src_stride: fit(strip.src_stride),
+                    dst_stride: fit(strip.dst_stride),
+                    run: fit(strip.run),
+                    count: fit(strip.count),
+                }))
+            }
             Place::Remote { start, .. } => {
+                let (our_stride, peer_stride) = match self.way {
+                    Way::Fetch => (strip.dst_stride, strip.src_stride),
+                    Way::Store => (strip.src_stride, strip.dst_stride),
+                };
                 let base = ours.as_ptr().expose_provenance() as u64 + our_offset;
                 for i in 0..strip.count {
                     if ranges.is_full() {
@@ -233,9 +255,9 @@ impl Job {
                     }
                     ranges.push(base + i * our_stride, start + peer_offset + i * peer_stride, strip.run);
                 }
+                Ok(None)
             }
         }
-        Ok(())
     }
 
     fn flush(&self, ranges: &mut Ranges) -> Result<(), TransferError> {
@@ -243,7 +265,7 @@ impl Job {
             return Ok(());
         }
         let process = self.peer.process.as_ref().ok_or_else(internal)?;
-        // SAFETY: our side of each range is a run of a strip inside a registered region, as argued in `strip`.
+        // SAFETY: our side of each range is a run of a strip inside a registered region, as argued in `locate`.
         let moved = unsafe { process.transfer(&*self.peer.kernel, self.way, ranges) };
         ranges.clear();
         moved.map_err(|e| process_error(e, process.pid, self.peer.user))

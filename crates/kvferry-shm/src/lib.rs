@@ -20,7 +20,7 @@
 //!   bytes are the right ones is the business of leases and fences above.
 //! - **Never in doubt.** Our threads did the copying, so an end is always `Done` or `Failed`, and after it nothing is touched.
 //! - **Deregistration.** Peers' operations on the region fail as [`Stale`](kvferry_transport::TransferError::Stale) within one
-//!   slice (512 KiB), checked after the last byte too. The memory's owner is kept alive until no conforming peer is
+//!   slice (512 KiB, or 4 MiB that the kernel copies), checked after the last byte too. The memory's owner is kept alive until no conforming peer is
 //!   inside a slice. A region cannot be taken back from a peer that does not conform and has it mapped; so
 //!   [`revoke`](kvferry_transport::Transport::revoke) is [`Unsupported`](kvferry_transport::Revocation::Unsupported), and evidence
 //!   that a peer has stopped is the end of its process.
@@ -62,6 +62,8 @@ mod poller;
 mod process;
 mod refusal;
 mod sock;
+#[cfg(test)]
+mod tests;
 mod window;
 
 pub use config::{Config, OpenError};
