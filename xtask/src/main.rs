@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 mod check;
+mod demo;
 mod layers;
 mod lint;
 mod plan;
@@ -18,6 +19,11 @@ mod test;
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Commands of the kvferry workspace")]
 enum Command {
+    /// Run a prefill and a decode engine and prove every byte that moves between them
+    Demo(demo::Args),
+    /// One rank of the demo
+    #[command(hide = true)]
+    DemoRank(demo::RankArgs),
     /// Run all tests and count what passed, failed and was skipped
     Test(test::Args),
     /// Run every check that isn't a test: format, clippy, docs, layers, wasm
@@ -32,6 +38,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Command::parse() {
+        Command::Demo(args) => demo::run(&args),
+        Command::DemoRank(args) => demo::run_rank(&args),
         Command::Test(args) => test::run(args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),

@@ -1,0 +1,57 @@
+//! The yardstick: the same runs, in the same order and with as many threads, by plain memcpy between memory of one
+//! process that has been touched.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use kvferry_geometry::compat::Compatible;
+use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::plan::PairPlan;
+use kvferry_geometry::request::BoundRequest;
+use kvferry_geometry::units::{RankId, RegionId};
+use kvferry_memory::{BufferOptions, HostBuffer};
+use kvferry_transport::Region;
+use kvferry_transport::copy::Copier;
+
+use super::scenario::Scenario;
+
+/// Everything that one decode rank reads, ready to be copied.
+pub(crate) struct Baseline {
+    copiers: Vec<Copier>,
+}
+
+impl Baseline {
+    /// Plans all reads of a decode rank into `regions`, from buffers of this process that stand for the sources.
+    pub(crate) fn new(scenario: &Scenario, rank: RankId, regions: &[Region]) -> anyhow::Result<Self> {
+        let (src, dst) = (&scenario.prefill.manifest, &scenario.decode.manifest);
+        let compatible = Compatible::new(Arc::clone(src), Arc::clone(dst))?;
+        let peers = PeerMap::new(&compatible, 0)?;
+        let bound: Vec<BoundRequest> = (0..scenario.requests.len())
+            .map(|r| BoundRequest::new(&compatible, scenario.request(r)))
+            .collect::<Result<_, _>>()?;
+        let mut copiers = Vec::new();
+        for source in peers.sources_of(rank) {
+            let plan = PairPlan::new(&compatible, &peers, source, rank)?;
+            let lens = src.region_lens(source);
+            let touched = BufferOptions { touch: true, ..BufferOptions::default() };
+            let buffers: Vec<Option<Region>> =
+                lens.iter()
+                    .map(|&len| {
+                        if len.get() == 0 { Ok(None) } else { HostBuffer::new(len, touched).map(|b| Some(b.region())) }
+                    })
+                    .collect::<Result<_, _>>()?;
+            for request in &bound {
+                let batch = plan.resolve(request).check(&lens, &dst.region_lens(rank))?;
+                let from = |id: RegionId| buffers.get(id.index()).cloned().flatten();
+                let to = |id: RegionId| regions.get(id.index()).cloned();
+                copiers.push(Copier::new(Arc::new(batch), from, to).context("the yardstick's copy")?);
+            }
+        }
+        Ok(Self { copiers })
+    }
+
+    /// Copies everything; returns how many bytes.
+    pub(crate) fn copy(&self, threads: usize) -> u64 {
+        self.copiers.iter().map(|c| c.copy_with(threads).bytes.get()).sum()
+    }
+}

@@ -1,0 +1,176 @@
+//! What the demo says.
+
+use kvferry::PairReport;
+use serde::Serialize;
+
+use super::args::Args;
+use super::image::Verdict;
+use super::scenario::Scenario;
+
+/// The most rank pairs that are listed as text.
+const MOST_PAIRS: usize = 64;
+
+/// What one decode rank read from one prefill rank, over all requests.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct PairLine {
+    pub(crate) src: String,
+    pub(crate) dst: String,
+    pub(crate) bytes: u64,
+    pub(crate) rows: u64,
+    pub(crate) descriptors_before: u64,
+    pub(crate) descriptors_after: u64,
+}
+
+/// One round of all requests.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Round {
+    /// From the first pull to the last delivery.
+    pub(crate) seconds: f64,
+    pub(crate) gigabytes_per_second: f64,
+}
+
+impl Round {
+    pub(crate) fn new(bytes: u64, seconds: f64) -> Self {
+        // Sizes here are far below 2^53.
+        #[allow(clippy::cast_precision_loss, reason = "a rate is shown with three digits")]
+        let gigabytes = bytes as f64 / 1e9;
+        Self { seconds, gigabytes_per_second: gigabytes / seconds }
+    }
+}
+
+/// Everything that is said at the end.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Summary {
+    pub(crate) model: String,
+    pub(crate) prefill: String,
+    pub(crate) decode: String,
+    pub(crate) transport: &'static str,
+    pub(crate) requests: u32,
+    pub(crate) tokens: u64,
+    pub(crate) prefix_hit: u64,
+    pub(crate) pairs: Vec<PairLine>,
+    /// Bytes moved in one round.
+    pub(crate) bytes: u64,
+    /// Bytes zeroed beyond the prompts' ends in one round.
+    pub(crate) zeroed: u64,
+    /// First contact, reads, digests on both sides, release.
+    pub(crate) full: Option<Round>,
+    /// The same requests again without digests, on lanes that are open.
+    pub(crate) fenced: Option<Round>,
+    /// The same runs by memcpy.
+    pub(crate) memcpy: Option<Round>,
+    /// Decode ranks.
+    pub(crate) ranks: usize,
+    pub(crate) verified: u64,
+    pub(crate) wrong: u64,
+    pub(crate) outside: u64,
+    pub(crate) first_fault: Option<String>,
+}
+
+impl Summary {
+    pub(crate) fn new(args: &Args, scenario: &Scenario) -> Self {
+        Self {
+            model: scenario.model.clone(),
+            prefill: args.prefill.to_string(),
+            decode: args.decode.to_string(),
+            transport: args.transport.name(),
+            requests: args.requests,
+            tokens: args.tokens,
+            prefix_hit: args.prefix_hit,
+            pairs: Vec::new(),
+            bytes: 0,
+            zeroed: 0,
+            full: None,
+            fenced: None,
+            memcpy: None,
+            ranks: scenario.decode.ranks().count(),
+            verified: 0,
+            wrong: 0,
+            outside: 0,
+            first_fault: None,
+        }
+    }
+
+    /// Adds one request's pairs.
+    pub(crate) fn add_pairs(&mut self, scenario: &Scenario, pairs: &[PairReport]) {
+        for p in pairs {
+            let (src, dst) = (scenario.prefill.label(p.src), scenario.decode.label(p.dst));
+            let at = self.pairs.iter().position(|l| l.src == src && l.dst == dst);
+            let at = at.unwrap_or_else(|| {
+                self.pairs.push(PairLine { src, dst, bytes: 0, rows: 0, descriptors_before: 0, descriptors_after: 0 });
+                self.pairs.len() - 1
+            });
+            let line = &mut self.pairs[at];
+            line.bytes += p.bytes.get();
+            line.rows += p.rows;
+            line.descriptors_before += p.descriptors_before;
+            line.descriptors_after += p.descriptors_after;
+            self.bytes += p.bytes.get();
+        }
+        self.pairs.sort_by(|a, b| (&a.dst, &a.src).cmp(&(&b.dst, &b.src)));
+    }
+
+    /// Adds what a rank found; `counts` says whether its bytes are counted as verified, or were in an earlier round.
+    pub(crate) fn add_verdict(&mut self, verdict: Verdict, counts: bool) {
+        self.verified += if counts { verdict.checked } else { 0 };
+        self.wrong += verdict.wrong;
+        self.outside += verdict.outside;
+        if self.first_fault.is_none() {
+            self.first_fault = verdict.first;
+        }
+    }
+
+    /// Whether every byte is right and no other was touched.
+    pub(crate) fn is_right(&self) -> bool {
+        self.wrong == 0 && self.outside == 0
+    }
+
+    pub(crate) fn print(&self) {
+        println!("\n{:<22} {:<18} {:>12} {:>9} {:>24}", "reads", "from", "bytes", "rows", "descriptors");
+        for p in self.pairs.iter().take(MOST_PAIRS) {
+            let descriptors = format!("{} -> {}", p.descriptors_before, p.descriptors_after);
+            println!("{:<22} {:<18} {:>12} {:>9} {:>24}", p.dst, p.src, size(p.bytes), p.rows, descriptors);
+        }
+        if self.pairs.len() > MOST_PAIRS {
+            println!("... and {} pairs more (--json lists all)", self.pairs.len() - MOST_PAIRS);
+        }
+        let sum = |f: fn(&PairLine) -> u64| self.pairs.iter().map(f).sum::<u64>();
+        println!(
+            "in all {} over {} rank pairs: {} rows, {} descriptors before and {} after coalescing; {} zeroed",
+            size(self.bytes),
+            self.pairs.len(),
+            sum(|p| p.rows),
+            sum(|p| p.descriptors_before),
+            sum(|p| p.descriptors_after),
+            size(self.zeroed),
+        );
+        let round = |name: &str, r: Option<Round>| {
+            if let Some(r) = r {
+                println!("{name:<52} {:>8.3} s {:>8.2} GB/s", r.seconds, r.gigabytes_per_second);
+            }
+        };
+        println!();
+        round("first contact, reads, digests at both ends (full)", self.full);
+        round("the same requests again, without digests (fenced)", self.fenced);
+        round("the same runs by memcpy, same threads", self.memcpy);
+        if let Some(fault) = &self.first_fault {
+            println!("first fault: {fault}");
+        }
+        println!(
+            "verified {} bytes on {} ranks, {} wrong, {} touched outside",
+            self.verified, self.ranks, self.wrong, self.outside
+        );
+    }
+}
+
+/// A size in words.
+pub(crate) fn size(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let unit = (bytes.ilog2() / 10).min(4);
+    #[allow(clippy::cast_precision_loss, reason = "a size is shown with two decimals")]
+    let value = bytes as f64 / f64::from(1u32 << 10).powi(unit.cast_signed());
+    format!("{value:.2} {}", units[unit as usize - 1])
+}
