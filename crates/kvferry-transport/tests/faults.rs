@@ -442,3 +442,16 @@ fn int_03_one_run_above_two_gib() {
         assert_eq!(got, [mark], "byte {at}");
     }
 }
+
+#[test]
+fn a_held_operation_ends_with_its_connection() {
+    let script = Script { submit: [(0, OpFault::Delay(MS * 50))].into(), ..Script::default() };
+    let mut rig = scripted(OpKind::Write, script);
+    let op = rig.submit("never").unwrap();
+    rig.run(3);
+    rig.near.disconnect(rig.peer).unwrap();
+    rig.near.deregister(RegionId::new(0)).unwrap();
+    rig.run(60);
+    assert_eq!(rig.outcomes(op), [Outcome::Failed(TransferError::Disconnected)]);
+    rig.memory.check_untouched().unwrap();
+}
