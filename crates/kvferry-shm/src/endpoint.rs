@@ -450,7 +450,7 @@ impl Transport for ShmTransport {
     }
 
     fn peer(&self, id: PeerId) -> Result<PeerInfo, UnknownPeer> {
-        self.links.get(&id).filter(|p| !p.closing).map(|p| p.link.info()).ok_or(UnknownPeer(id))
+        self.links.get(&id).filter(|p| !p.closing).map(|p| p.link.info().clone()).ok_or(UnknownPeer(id))
     }
 
     fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
@@ -460,7 +460,7 @@ impl Transport for ShmTransport {
             return Err(SubmitError::PeerLost { peer: id, cause: cause.clone() });
         }
         let ours = |region| self.local.table().len_of(region);
-        let named = admit(&submission, &self.capabilities, self.ops.len(), ours, &peer.link.info())?;
+        let named = admit(&submission, &self.capabilities, self.ops.len(), ours, peer.link.info())?;
         self.crew
             .start(&self.local.board)
             .map_err(|e| SubmitError::Refused { reason: format!("a copy thread could not be started: {e}") })?;

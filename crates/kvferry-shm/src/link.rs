@@ -89,8 +89,10 @@ pub(crate) enum Needs {
 /// A connection that we made.
 pub(crate) struct Link {
     peer: PeerId,
-    blob: Blob,
+    generation: u64,
     part: LanePart,
+    /// What is told of the connection; its regions are those of the blob.
+    info: PeerInfo,
     socket: OwnedFd,
     user: u32,
     pid: i32,
@@ -106,10 +108,12 @@ impl Link {
     /// A connection that dials at once.
     pub(crate) fn new(peer: PeerId, blob: Blob, part: LanePart, kernel: Arc<dyn Kernel>) -> Result<Self, Errno> {
         let socket = sock::socket()?;
+        let lane = lane(part.plain as usize, blob.regions.len(), None);
         Ok(Self {
             peer,
-            blob,
+            generation: blob.generation,
             part,
+            info: PeerInfo { endpoint: blob.endpoint, regions: blob.regions, lane },
             socket,
             user: 0,
             pid: 0,
@@ -123,7 +127,7 @@ impl Link {
     }
 
     pub(crate) fn endpoint(&self) -> EndpointId {
-        self.blob.endpoint
+        self.info.endpoint
     }
 
     pub(crate) fn lost(&self) -> Option<&LostCause> {
@@ -149,31 +153,13 @@ impl Link {
         self.wishes.values().filter(|w| matches!(w, Wish::Ready(Place::Mapped(_)))).count()
     }
 
-    pub(crate) fn info(&self) -> PeerInfo {
-        let regions = self.blob.regions.clone();
-        let plain = self.part.plain as usize;
-        let probe = match &self.state {
-            State::Up(Up { probe: Some(Ok(())), .. }) => ", which works",
-            State::Up(Up { probe: Some(Err(_)), .. }) => ", which is refused",
-            _ => "",
-        };
-        let (kind, detail) = if plain == 0 {
-            (LaneKind::SharedMemory, "all regions mapped".to_owned())
-        } else if plain >= regions.len() {
-            (LaneKind::CrossProcess, format!("all regions by process_vm_readv/writev{probe}"))
-        } else {
-            let all = regions.len();
-            (
-                LaneKind::SharedMemory,
-                format!("{plain} of {all} regions by process_vm_readv/writev{probe}, the others mapped"),
-            )
-        };
-        PeerInfo { endpoint: self.blob.endpoint, regions, lane: Lane { kind, detail, measured: None } }
+    pub(crate) fn info(&self) -> &PeerInfo {
+        &self.info
     }
 
     /// Dials and greets. `Errno::AGAIN` is no failure: another try follows.
     pub(crate) fn dial(&mut self, now: Duration, us: &Caller<'_>, poller: &Poller) -> Result<(), LostCause> {
-        let lane = |what: &str, e: Errno| LostCause::Lane(format!("{what}: {e}"));
+        let broke = |what: &str, e: Errno| LostCause::Lane(format!("{what}: {e}"));
         match sock::connect(&self.socket, &self.part.name) {
             Ok(()) => {}
             Err(Errno::AGAIN | Errno::INTR) => {
@@ -181,9 +167,9 @@ impl Link {
                 return Ok(());
             }
             Err(Errno::CONNREFUSED) => return Err(LostCause::Gone),
-            Err(e) => return Err(lane("connecting to the peer's socket", e)),
+            Err(e) => return Err(broke("connecting to the peer's socket", e)),
         }
-        let peer = sock::credentials(&self.socket).map_err(|e| lane("asking for the peer's process", e))?;
+        let peer = sock::credentials(&self.socket).map_err(|e| broke("asking for the peer's process", e))?;
         let ours = rustix::process::geteuid().as_raw();
         if peer.user != ours && !us.other_users {
             return Err(LostCause::Lane(format!(
@@ -193,13 +179,13 @@ impl Link {
         }
         self.user = peer.user;
         self.pid = peer.pid;
-        poller.add(&self.socket, Source::Link(self.peer)).map_err(|e| lane("watching the socket", e))?;
+        poller.add(&self.socket, Source::Link(self.peer)).map_err(|e| broke("watching the socket", e))?;
         self.state = State::Greeting;
-        let hello = Frame::Hello { version: VERSION, target: self.blob.endpoint, token: self.part.token, from: us.id };
+        let hello = Frame::Hello { version: VERSION, target: self.info.endpoint, token: self.part.token, from: us.id };
         match sock::send(&self.socket, &hello.encode(), &[], Some(us.board)) {
             // What the peer said before it closed is still to be read.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
-            Err(e) => Err(lane("greeting the peer", e)),
+            Err(e) => Err(broke("greeting the peer", e)),
         }
     }
 
@@ -285,7 +271,7 @@ impl Link {
         let plain = self.part.plain as usize;
         if plain > 0
             && let Err(error) = self.probe()
-            && plain >= self.blob.regions.len()
+            && plain >= self.info.regions.len()
         {
             // Not one of its regions can be reached.
             return Err(match error {
@@ -307,7 +293,9 @@ impl Link {
             }
             other => other.map_err(|e| process_error(e, process.pid, user)),
         };
-        up.probe.get_or_insert_with(ask).clone()
+        let probed = up.probe.get_or_insert_with(ask).clone();
+        self.info.lane = lane(self.part.plain as usize, self.info.regions.len(), Some(probed.is_ok()));
+        probed
     }
 
     fn granted(
@@ -367,8 +355,8 @@ impl Link {
     }
 
     fn check_len(&self, region: RegionId, len: u64) -> Result<(), String> {
-        let at = self.blob.regions.binary_search_by_key(&region, |(id, _)| *id).ok();
-        match at.and_then(|at| self.blob.regions.get(at)) {
+        let at = self.info.regions.binary_search_by_key(&region, |(id, _)| *id).ok();
+        match at.and_then(|at| self.info.regions.get(at)) {
             Some((_, expected)) if *expected == Bytes::new(len) => Ok(()),
             other => {
                 let expected = other.map_or(0, |(_, len)| len.get());
@@ -413,7 +401,7 @@ impl Link {
         let State::Up(up) = &self.state else { return None };
         Some(PeerSide {
             board: up.board.clone(),
-            generation: self.blob.generation,
+            generation: self.generation,
             process: Some(up.process),
             user: self.user,
             kernel: self.kernel.clone(),
@@ -446,7 +434,7 @@ impl Link {
         while let Some(out) = self.outbox.front() {
             let sent = match out {
                 Out::Ask(region, access) => {
-                    let (generation, region, access) = (self.blob.generation, *region, *access);
+                    let (generation, region, access) = (self.generation, *region, *access);
                     sock::send(&self.socket, &Frame::Ask { generation, region, access }.encode(), &[], None)
                 }
                 Out::Notify(_, payload) => sock::send(&self.socket, &Frame::Notify(&[]).encode(), payload, None),
@@ -490,6 +478,24 @@ impl Link {
     pub(crate) fn unmap(&mut self) {
         self.wishes.clear();
     }
+}
+
+/// The lane to a peer of whose regions so many are plain; `works` is whether the kernel copies from it, if it was asked.
+fn lane(plain: usize, all: usize, works: Option<bool>) -> Lane {
+    let works = match works {
+        Some(true) => ", which works",
+        Some(false) => ", which is refused",
+        None => "",
+    };
+    let (kind, detail) = match plain {
+        0 => (LaneKind::SharedMemory, "all regions mapped".to_owned()),
+        plain if plain >= all => (LaneKind::CrossProcess, format!("all regions by process_vm_readv/writev{works}")),
+        plain => {
+            let detail = format!("{plain} of {all} regions by process_vm_readv/writev{works}, the others mapped");
+            (LaneKind::SharedMemory, detail)
+        }
+    };
+    Lane { kind, detail, measured: None }
 }
 
 fn lost(mut news: Vec<News>, cause: LostCause) -> Vec<News> {

@@ -158,6 +158,52 @@ fn a_region_that_is_given_up_waits_for_those_inside() {
 }
 
 #[test]
+fn a_region_given_up_or_registered_anew_is_stale_to_those_who_knew_it() {
+    let mut d = ShmTransport::new(Config::default()).unwrap();
+    let mut p = ShmTransport::new(Config::default()).unwrap();
+    let (one, other) = (p.register(mapped()).unwrap(), p.register(Region::zeroed(LEN).unwrap()).unwrap());
+    d.register(mapped()).unwrap();
+    let peer = d.connect(&p.blob()).unwrap();
+    let read = |d: &mut ShmTransport, p: &mut ShmTransport, src| {
+        let submission = Submission { peer, kind: OpKind::Read, batch: whole(src, 2), notify: None };
+        let op = d.submit(submission).unwrap();
+        hear(d, p, |e| match e {
+            Event::Completed { op: id, outcome, .. } if id == op => Some(outcome),
+            _ => None,
+        })
+    };
+    let stale = |region| Outcome::Failed(TransferError::Stale { region });
+    assert!(read(&mut d, &mut p, 0).done().is_some() && read(&mut d, &mut p, 1).done().is_some());
+    p.deregister(one).unwrap();
+    assert_eq!(read(&mut d, &mut p, 0), stale(one));
+    assert!(read(&mut d, &mut p, 1).done().is_some(), "the other one stands");
+    p.deregister(other).unwrap();
+    assert_eq!(p.register(mapped()).unwrap(), one, "a new generation");
+    assert_eq!(read(&mut d, &mut p, 0), stale(one));
+    assert_eq!(read(&mut d, &mut p, 1), stale(other));
+}
+
+#[test]
+fn a_full_listener_is_dialled_again() {
+    let mut d = ShmTransport::new(Config::default()).unwrap();
+    let mut p = ShmTransport::new(Config::default()).unwrap();
+    let name = kvferry_transport::blob::Blob::decode(&p.blob()).unwrap().lane[21..].to_vec();
+    let mut strangers = Vec::new();
+    loop {
+        let socket = crate::sock::socket().unwrap();
+        match crate::sock::connect(&socket, &name) {
+            Ok(()) => strangers.push(socket),
+            Err(Errno::AGAIN) => break,
+            Err(e) => panic!("{e}"),
+        }
+    }
+    let peer = d.connect(&p.blob()).unwrap();
+    let due = d.step(Duration::ZERO).unwrap();
+    assert!(due <= Duration::from_millis(5), "{due:?}");
+    hear(&mut d, &mut p, |e| (e == Event::Connected { peer }).then_some(()));
+}
+
+#[test]
 fn settings_out_of_range_are_refused() {
     let with = |change: fn(&mut Config)| {
         let mut config = Config::default();

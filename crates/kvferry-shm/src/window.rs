@@ -11,6 +11,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
+/// The file system of huge pages, as `statfs` names it (linux/magic.h).
+const HUGETLBFS: rustix::fs::FsWord = 0x9584_58f6;
+
 /// Why a memory file cannot be mapped. The texts name the cure.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum WindowError {
@@ -20,6 +23,11 @@ pub(crate) enum WindowError {
         "the memfd is not sealed against {missing}, so it could shrink under a reader; add F_SEAL_SHRINK and F_SEAL_GROW"
     )]
     Unsealed { missing: &'static str },
+    #[error(
+        "the memfd is made of hugetlb pages, which its owner can take away under a reader (SIGBUS); use a memfd without \
+             MFD_HUGETLB, and transparent huge pages"
+    )]
+    Hugetlb,
     #[error("the memfd has {size} bytes, but {len} at {offset} were announced")]
     TooShort { size: u64, offset: u64, len: u64 },
     #[error("a region of {0} bytes does not fit into an address space")]
@@ -50,7 +58,8 @@ unsafe impl Sync for Window {}
 impl Window {
     /// Maps `len` bytes at `offset` of a memory file after checking it.
     pub(crate) fn map(fd: BorrowedFd<'_>, offset: u64, len: u64, writable: bool) -> Result<Self, WindowError> {
-        let granule = check(fd, offset, len)?;
+        check(fd, offset, len)?;
+        let granule = rustix::param::page_size() as u64;
         let inset = offset % granule;
         let span = len.checked_add(inset).and_then(|n| n.checked_next_multiple_of(granule));
         let map_len = span.and_then(|n| usize::try_from(n).ok()).filter(|n| isize::try_from(*n).is_ok());
@@ -92,23 +101,25 @@ impl Drop for Window {
     }
 }
 
-/// Checks seals, then size. Gives the granule on which offsets of mappings must fall.
-pub(crate) fn check(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<u64, WindowError> {
+/// Checks kind and seals, then size.
+pub(crate) fn check(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), WindowError> {
     let seals = rustix::fs::fcntl_get_seals(fd).map_err(WindowError::NotMemfd)?;
     for (seal, missing) in [(SealFlags::SHRINK, "shrinking"), (SealFlags::GROW, "growing")] {
         if !seals.contains(seal) {
             return Err(WindowError::Unsealed { missing });
         }
     }
+    // Seals don't forbid holes. In ordinary memory files a hole is filled with zeros when it is touched; in those of huge
+    // pages only while the pool has pages left.
+    if rustix::fs::fstatfs(fd).map_err(WindowError::NotMemfd)?.f_type == HUGETLBFS {
+        return Err(WindowError::Hugetlb);
+    }
     let stat = rustix::fs::fstat(fd).map_err(WindowError::NotMemfd)?;
     let size = u64::try_from(stat.st_size).unwrap_or(0);
     if offset.checked_add(len).is_none_or(|end| end > size) {
         return Err(WindowError::TooShort { size, offset, len });
     }
-    // For memory files of huge pages this is the huge page, on whose multiples mappings must begin and end.
-    let block = u64::try_from(stat.st_blksize).unwrap_or(0);
-    let page = rustix::param::page_size() as u64;
-    Ok(if block.is_power_of_two() && block > page { block } else { page })
+    Ok(())
 }
 
 /// Whether nobody can map a memory file writable any more.
@@ -171,6 +182,17 @@ mod tests {
         assert!(matches!(map(&file, 0, 1), Err(WindowError::NotMemfd(_))));
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         assert!(matches!(map(&pipe, 0, 1), Err(WindowError::NotMemfd(_))));
+    }
+
+    #[test]
+    fn huge_pages_are_refused() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        let Ok(huge) = rustix::fs::memfd_create("t", flags) else {
+            println!("skipped: this kernel has no hugetlb memory files");
+            return;
+        };
+        rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        assert_eq!(check(huge.as_fd(), 0, 0), Err(WindowError::Hugetlb));
     }
 
     #[test]
