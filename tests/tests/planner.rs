@@ -3,15 +3,57 @@
 
 use std::collections::BTreeMap;
 
-use kvferry_geometry::manifest::ManifestError;
+use kvferry_geometry::manifest::{Manifest, ManifestError};
+use kvferry_geometry::placement::TokenClass;
+use kvferry_geometry::plan::PairPlan;
+use kvferry_geometry::units::{RankId, Tokens};
+use kvferry_oracle::dealt;
 use kvferry_tests::{Case, cases, check_cases, sample};
 
 #[test]
 fn every_byte_of_the_destination_is_right() {
-    check_cases("planner", cases(2400), |case: &Case| {
+    check_cases("planner", cases(3000), |case: &Case| {
         case.check_placements()?;
         case.verify().map(|_| ())
     });
+}
+
+/// Who reads from whom is told as named sets, the same on both engines, and nobody else exchanges a byte.
+#[test]
+fn peers_are_named_sets() {
+    for case in sample(9, 300) {
+        let plan = case.plan().unwrap();
+        let again = case.plan().unwrap();
+        assert_eq!(plan.peers.digest(), again.peers.digest());
+        let named: Vec<(RankId, RankId)> = plan.peers.pairs().iter().map(|p| (p.dst(), p.src())).collect();
+        assert!(named.is_sorted() && named.windows(2).all(|w| w[0] != w[1]));
+        let ranks = |m: &Manifest| (0u32..).map(RankId::new).take(m.ranks().len()).collect::<Vec<_>>();
+        for &dst in &ranks(&case.dst) {
+            let sources: Vec<RankId> = plan.peers.sources_of(dst).collect();
+            for &src in &ranks(&case.src) {
+                let reads = named.contains(&(dst, src));
+                assert_eq!(sources.contains(&src), reads);
+                assert_eq!(plan.peers.consumers_of(src).any(|d| d == dst), reads);
+                let pair = PairPlan::new(&plan.compatible, &plan.peers, src, dst).unwrap();
+                assert_eq!(!pair.classes().is_empty(), reads);
+            }
+        }
+    }
+}
+
+#[test]
+fn token_classes_are_dealt_as_they_say() {
+    for (count, interleave, index) in [(1, 1, 0), (2, 1, 1), (3, 4, 0), (3, 4, 2), (4, 2, 1), (8, 16, 7), (5, 3, 4)] {
+        let class = TokenClass::new(count, interleave, index).unwrap();
+        let mine = dealt(class, 200);
+        for token in 0..=mine[199] {
+            let place = mine.iter().position(|&t| t == token);
+            assert_eq!(class.holds(Tokens::new(token)), place.is_some(), "{class}, token {token}");
+            if let Some(place) = place {
+                assert_eq!(class.local(Tokens::new(token)), place as u64, "{class}, token {token}");
+            }
+        }
+    }
 }
 
 #[test]

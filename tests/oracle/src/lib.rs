@@ -8,6 +8,7 @@
 //! - [`fill_source`] writes the producer's memory: held bytes are a function of their coordinate, all others poison.
 //! - [`Execution`] applies batches and zero ranges, counts the writes of each byte, and [`Execution::finish`]
 //!   compares every byte of the consumer with what it would have computed itself, every other byte with what it was.
+//! - [`unusual`] deals heads and ranks out by the usual rules and finds a placement that differs.
 //! - [`uncovered`] walks an engine's placements for bytes that no rank holds.
 //!
 //! It is slow and meant for small caches. It is not a reference implementation to call from the product.
@@ -17,6 +18,7 @@ mod compare;
 mod cover;
 mod execute;
 mod memory;
+mod place;
 mod transfer;
 mod walk;
 
@@ -24,6 +26,7 @@ pub use compare::{Mismatch, Report, Verdict};
 pub use cover::{Missing, uncovered};
 pub use execute::{Execution, Expansion, Finding, expand, flatten, joined};
 pub use memory::{Memory, Stamp, fill_source};
+pub use place::{Share, unusual, usual_heads};
 pub use transfer::{DstTable, Fate, Gap, SrcTable, Transfer};
 pub use walk::{Cell, Table, dealt, walk};
 

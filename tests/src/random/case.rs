@@ -8,12 +8,13 @@ use kvferry_geometry::batch::Batch;
 use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::manifest::{CacheGroup, Manifest};
 use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::placement::{HeadRule, Parallelism, RankPlacement};
 use kvferry_geometry::plan::PairPlan;
 use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
 use kvferry_geometry::spec::{ModelSpec, Retention};
 use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
-use kvferry_oracle::{DstTable, Execution, Expansion, SrcTable, Table, Transfer, Verdict};
+use kvferry_oracle::{DstTable, Execution, Expansion, SrcTable, Table, Transfer, Verdict, unusual};
 
 use super::engine::{Draft, Engine, RefusedDraft};
 use super::{Choices, random_items, small};
@@ -38,6 +39,7 @@ pub struct Case {
     pub salt: u64,
     /// Drafts met on the way that no manifest can be made of.
     pub refused: Vec<RefusedDraft>,
+    usual: [Option<(Parallelism, Vec<HeadRule>)>; 2],
     text: [String; 2],
 }
 
@@ -46,8 +48,8 @@ impl Case {
     #[must_use]
     pub fn new(c: &mut Choices) -> Self {
         let items = random_items(c);
-        let (src_draft, mut refused) = Draft::random(c, &items);
-        let (dst_draft, more) = Draft::random(c, &items);
+        let (src_draft, mut refused) = Draft::random(c, &items, None);
+        let (dst_draft, more) = Draft::random(c, &items, Some(&src_draft));
         refused.extend(more);
         let bytes = src_draft.bytes_per_token() + dst_draft.bytes_per_token();
         let most = (BUDGET / bytes.max(1)).clamp(20, 260);
@@ -67,6 +69,7 @@ impl Case {
             dst_tables,
             salt,
             refused,
+            usual: [src.usual, dst.usual],
             text: [src.text, dst.text],
         }
     }
@@ -117,6 +120,23 @@ impl Case {
             batches.push((pair.src(), pair.dst(), plan.resolve(&bound)));
         }
         Ok(Plan { compatible, peers, bound, batches })
+    }
+
+    /// Holds the placements that were made by the usual rules against the oracle's.
+    ///
+    /// # Errors
+    /// The first that differs.
+    pub fn check_placements(&self) -> Result<(), String> {
+        for (manifest, usual) in [&self.src, &self.dst].into_iter().zip(&self.usual) {
+            let Some((parallelism, rules)) = usual else { continue };
+            let ranks: Vec<RankPlacement> = manifest.ranks().iter().map(|r| r.placement.clone()).collect();
+            if let Some((rank, item, expected, got)) = unusual(parallelism, manifest.spec(), rules, &ranks) {
+                return Err(format!(
+                    "rank {rank}, item {item}: expected {expected:?}, placed {got:?}, {parallelism:?}"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Plans the request, carries it out in memory and holds the outcome against the oracle.

@@ -26,6 +26,8 @@ pub struct Draft {
     pub groups: Vec<CacheGroup>,
     /// In words.
     pub text: String,
+    /// By which rules it was placed, if by rules.
+    pub usual: Option<(Parallelism, Vec<HeadRule>)>,
     sharing: Option<Sharing>,
     layout: Choices,
 }
@@ -44,13 +46,17 @@ pub struct RefusedDraft {
 pub struct Engine {
     /// Its manifest.
     pub manifest: Manifest,
+    /// By which rules it was placed, if by rules: one for each item.
+    pub usual: Option<(Parallelism, Vec<HeadRule>)>,
     /// In words.
     pub text: String,
 }
 
 impl Draft {
     /// A random engine for the items. Drafts that leave bytes out are repaired; they are given back too.
-    pub fn random(c: &mut Choices, items: &[Item]) -> (Self, Vec<RefusedDraft>) {
+    ///
+    /// Now and then it has the memory and block sizes of `other`: engines alike are where the most can be merged.
+    pub fn random(c: &mut Choices, items: &[Item], other: Option<&Self>) -> (Self, Vec<RefusedDraft>) {
         let mut items = items.to_vec();
         let mut order = c.fork();
         order.shuffle(&mut items);
@@ -60,10 +66,25 @@ impl Draft {
         }
         let spec = ModelSpec::new(items).expect("a sound model");
         let groups = random_groups(c, &spec);
-        if c.chance(20) { (Self::by_hand(c, spec, groups), Vec::new()) } else { Self::parallel(c, spec, groups) }
+        let other = other.filter(|_| c.chance(35));
+        let (mut draft, refused) = if c.chance(20) {
+            (Self::by_hand(c, spec, groups), Vec::new())
+        } else {
+            Self::parallel(c, spec, groups, other)
+        };
+        if let Some(other) = other {
+            draft.sharing = other.sharing;
+            draft.layout = other.layout.clone();
+        }
+        (draft, refused)
     }
 
-    fn parallel(c: &mut Choices, spec: ModelSpec, groups: Vec<Vec<ItemId>>) -> (Self, Vec<RefusedDraft>) {
+    fn parallel(
+        c: &mut Choices,
+        spec: ModelSpec,
+        groups: Vec<Vec<ItemId>>,
+        other: Option<&Self>,
+    ) -> (Self, Vec<RefusedDraft>) {
         let tp: u32 = c.pick(&[1, 2, 4, 3, 8, 6, 5, 7]);
         let divisors: Vec<u32> = (1..=4).filter(|d| tp.is_multiple_of(*d)).collect();
         let dcp = if c.chance(40) { c.pick(&divisors) } else { 1 };
@@ -81,8 +102,13 @@ impl Draft {
             });
         }
         let sizes = ParallelSizes { tp, dcp, pcp, pcp_mode, interleave };
-        let block_sizes: Vec<u32> =
-            groups.iter().map(|_| random_block_size(c, if sizes.context() == 1 { 1 } else { interleave })).collect();
+        let dealt = if sizes.context() == 1 { 1 } else { interleave };
+        let mut block_sizes: Vec<u32> = groups.iter().map(|_| random_block_size(c, dealt)).collect();
+        if let Some(same) = other.map(|o| small(o.groups[0].block_tokens.get()))
+            && same.is_multiple_of(sizes.context() * dealt)
+        {
+            block_sizes.fill(same / sizes.context());
+        }
         let sharing = random_sharing(c);
         let layout = c.fork();
         let mut refused = Vec::new();
@@ -95,7 +121,8 @@ impl Draft {
                 "tp {tp}, dcp {dcp}, pcp {pcp} {pcp_mode:?}, interleave {interleave}, stages {stages:?}, rules {rules:?}, \
                  block sizes {block_sizes:?}"
             );
-            let draft = Self { spec: spec.clone(), ranks, groups, text, sharing, layout: layout.clone() };
+            let usual = Some((parallelism, rules.clone()));
+            let draft = Self { spec: spec.clone(), ranks, groups, text, usual, sharing, layout: layout.clone() };
             let missing = draft.missing(u64::from(interleave * sizes.context()));
             if missing.is_empty() {
                 return (draft, refused);
@@ -167,7 +194,7 @@ impl Draft {
         let layout = c.fork();
         let text = format!("by hand on {count} ranks, blocks of {block_tokens:?} tokens, {ranks:?}");
         let groups = name_groups(&groups, |g| block_tokens[g]);
-        Self { spec, ranks, groups, text, sharing, layout }
+        Self { spec, ranks, groups, text, usual: None, sharing, layout }
     }
 
     /// Bytes of one token over all ranks.
@@ -224,7 +251,7 @@ impl Draft {
             ranks.push(RankManifest { placement: placement.clone(), layout });
         }
         let manifest = Manifest::new(self.spec.clone(), self.groups.clone(), ranks)?;
-        Ok(Engine { manifest, text })
+        Ok(Engine { manifest, usual: self.usual.clone(), text })
     }
 
     fn pages(&self, placement: &RankPlacement, blocks: &[u32]) -> Vec<Page> {

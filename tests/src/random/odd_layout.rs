@@ -52,10 +52,11 @@ struct Nested {
 pub(crate) fn odd_layout(c: &mut Choices, spec: &ModelSpec, pages: &[Page], sharing: Sharing) -> CacheLayout {
     let mut pages = pages.to_vec();
     c.shuffle(&mut pages);
+    let template = if c.chance(40) { Some(c.fork()) } else { None };
     let mut layout = CacheLayout { regions: Vec::new(), views: vec![None; spec.items().len()] };
     match sharing {
-        Sharing::Apart => pages.iter().for_each(|page| place_behind(c, spec, &[*page], &mut layout)),
-        Sharing::Behind => place_behind(c, spec, &pages, &mut layout),
+        Sharing::Apart => pages.iter().for_each(|page| place_behind(c, spec, &[*page], template.as_ref(), &mut layout)),
+        Sharing::Behind => place_behind(c, spec, &pages, template.as_ref(), &mut layout),
         Sharing::Rows => {
             let mut groups: Vec<usize> = pages.iter().map(|p| p.group).collect();
             groups.sort_unstable();
@@ -71,14 +72,27 @@ pub(crate) fn odd_layout(c: &mut Choices, spec: &ModelSpec, pages: &[Page], shar
     layout
 }
 
-fn place_behind(c: &mut Choices, spec: &ModelSpec, pages: &[Page], layout: &mut CacheLayout) {
+fn place_behind(
+    c: &mut Choices,
+    spec: &ModelSpec,
+    pages: &[Page],
+    template: Option<&Choices>,
+    layout: &mut CacheLayout,
+) {
     let region = RegionId::new(small(layout.regions.len() as u64));
     let mut end = gap(c);
     for page in pages {
-        let mut axes = [Axis::Block, Axis::Kernel, Axis::Head, Axis::Entry, Axis::Component];
-        c.shuffle(&mut axes);
         let blocks = page.blocks + small(if c.chance(30) { c.below(3) } else { 0 });
-        let mut nested = nest(c, spec.items()[page.item].as_paged(), page, &axes, blocks);
+        let between = gap(c);
+        // Some ranks lay all items out alike, apart from gaps between blocks.
+        let mut own = template.cloned().unwrap_or_else(|| c.fork());
+        let mut axes = [Axis::Block, Axis::Kernel, Axis::Head, Axis::Entry, Axis::Component];
+        own.shuffle(&mut axes);
+        let mut nested = nest(&mut own, spec.items()[page.item].as_paged(), page, &axes, blocks);
+        if axes[0] == Axis::Block {
+            nested.view.block_stride = Bytes::new(nested.view.block_stride.get() + between);
+            nested.span += between * u64::from(blocks);
+        }
         (nested.view.region, nested.view.offset) = (region, Bytes::new(end));
         layout.views[page.item] = Some(nested.view);
         end += nested.span + gap(c);

@@ -1,0 +1,89 @@
+//! The usual placement rules, by dealing heads and ranks one by one.
+
+use kvferry_geometry::placement::{HeadRule, Parallelism, PcpMode, RankPlacement};
+use kvferry_geometry::spec::ModelSpec;
+
+/// What one rank holds of one item, in plain numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Share {
+    /// First head and one past the last.
+    pub heads: (u32, u32),
+    /// How many ranks share the tokens, how many tokens are dealt out at a time, which share this is.
+    pub tokens: (u32, u32, u32),
+}
+
+/// The heads of each of `tp` ranks: every rank earns `heads` points, and `tp` points buy the next head. Ranks that earn
+/// less than a head hold the one that is being earned.
+#[must_use]
+pub fn usual_heads(heads: u32, tp: u32) -> Vec<(u32, u32)> {
+    let (mut points, mut next) = (0, 0);
+    let mut out = Vec::new();
+    for _ in 0..tp {
+        let first = next;
+        points += heads;
+        while points >= tp {
+            points -= tp;
+            next += 1;
+        }
+        out.push((first, if heads < tp { first + 1 } else { next }));
+    }
+    out
+}
+
+/// The first rank and item whose placement is not the usual one: (rank, item, expected, got). `rules` are by item.
+#[must_use]
+pub fn unusual(
+    parallelism: &Parallelism,
+    spec: &ModelSpec,
+    rules: &[HeadRule],
+    ranks: &[RankPlacement],
+) -> Option<(usize, usize, Option<Share>, Option<Share>)> {
+    let mut rank = 0;
+    for stage in &parallelism.stages {
+        // Shares are numbered along the ranks of the first TP group, then of the next PCP rank.
+        let mut before = 0;
+        for _ in 0..parallelism.pcp {
+            let mut dcp = 0;
+            for tp in 0..parallelism.tp {
+                let shards = parallelism.pcp_mode == PcpMode::Shard;
+                let count = if shards { parallelism.pcp * parallelism.dcp } else { parallelism.dcp };
+                let index = if shards { before + dcp } else { dcp };
+                for (item, info) in spec.items().iter().enumerate() {
+                    let heads = info.as_paged().heads;
+                    let expected = stage.iter().any(|i| i.index() == item).then(|| Share {
+                        heads: match rules[item] {
+                            HeadRule::Split => usual_heads(heads, parallelism.tp)[tp as usize],
+                            HeadRule::Whole => (0, heads),
+                        },
+                        tokens: if count == 1 { (1, 1, 0) } else { (count, parallelism.interleave, index) },
+                    });
+                    let got = ranks.get(rank).and_then(|r| *r.get(item)?).map(|p| Share {
+                        heads: (p.heads.start(), p.heads.end()),
+                        tokens: (p.tokens.count(), p.tokens.interleave(), p.tokens.index()),
+                    });
+                    if got != expected {
+                        return Some((rank, item, expected, got));
+                    }
+                }
+                rank += 1;
+                dcp = if dcp + 1 == parallelism.dcp { 0 } else { dcp + 1 };
+            }
+            before += parallelism.dcp;
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_are_earned() {
+        assert_eq!(usual_heads(8, 4), [(0, 2), (2, 4), (4, 6), (6, 8)]);
+        assert_eq!(usual_heads(8, 6), [(0, 1), (1, 2), (2, 4), (4, 5), (5, 6), (6, 8)]);
+        assert_eq!(usual_heads(4, 8), [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4)]);
+        assert_eq!(usual_heads(1, 3), [(0, 1); 3]);
+        assert_eq!(usual_heads(2, 3), [(0, 1), (0, 1), (1, 2)]);
+    }
+}

@@ -1,0 +1,161 @@
+//! Faults that the random engines found once, each as the smallest case that shows it.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+use std::sync::Arc;
+
+use kvferry_geometry::batch::{Base, Batch, BoundsError, Dim, Nest, PairRun, Part, Section};
+use kvferry_geometry::compat::Compatible;
+use kvferry_geometry::layout::{LayoutStyle, StyleError};
+use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
+use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::placement::{HeadRule, Parallelism};
+use kvferry_geometry::plan::PairPlan;
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::units::{BlockId, Bytes, ItemId, RankId, RegionId, TokenRange, Tokens};
+use kvferry_geometry::zero::ZeroPlan;
+use kvferry_oracle::{DstTable, Execution, SrcTable, Table, Transfer, Verdict};
+
+fn spec(items: u32, heads: u32) -> ModelSpec {
+    let paged = || PagedItem { heads, components: vec![Component::new("k", 2, "u16")], retention: Retention::Full };
+    ModelSpec::new((0..items).map(|i| Item::paged(&format!("l{i}"), paged())).collect()).unwrap()
+}
+
+/// One rank with everything; groups are (items, block size).
+fn engine(spec: &ModelSpec, style: LayoutStyle, groups: &[(&[u32], u32)], blocks: u32) -> Arc<Manifest> {
+    let placement = Parallelism::tensor(spec, 1).place(spec, |_| HeadRule::Split).unwrap().remove(0);
+    let items: Vec<Vec<ItemId>> = groups.iter().map(|g| g.0.iter().map(|&i| ItemId::new(i)).collect()).collect();
+    let tables: Vec<(&[ItemId], u32, u32)> = items.iter().zip(groups).map(|(i, g)| (&i[..], g.1, blocks)).collect();
+    let layout = style.build(spec, &placement, &tables).unwrap();
+    let mut named = Vec::new();
+    for (items, g) in items.iter().zip(groups) {
+        let name = format!("g{}", named.len()).as_str().into();
+        named.push(CacheGroup { name, items: items.clone(), block_tokens: Tokens::new(u64::from(g.1)) });
+    }
+    Arc::new(Manifest::new(spec.clone(), named, vec![RankManifest { placement, layout }]).unwrap())
+}
+
+/// Moves and zeroes all that rank 0 needs from rank 0; tables are in order from block 0.
+fn transfer(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64, tails: &[Tail], room: u32) -> Verdict {
+    let both = Compatible::new(src.clone(), dst.clone()).unwrap();
+    let peers = PeerMap::new(&both, 0).unwrap();
+    let length =
+        |m: &Manifest, group: usize| u32::try_from(tokens.div_ceil(m.groups()[group].block_tokens.get())).unwrap();
+    let held = |group: usize| SrcGroup {
+        table: BlockTable::contiguous(0, BlockId::ZERO, length(src, group)),
+        held: TokenRange::new(Tokens::ZERO, Tokens::new(tokens)),
+        tail: tails[group],
+    };
+    let room = |_| DstGroup { table: BlockTable::contiguous(0, BlockId::ZERO, room), cached: Tokens::ZERO };
+    let request = Request {
+        tokens: Tokens::new(tokens),
+        src: (0..src.groups().len()).map(held).collect(),
+        dst: (0..dst.groups().len()).map(room).collect(),
+    };
+    let table = |t: &BlockTable| Table { first: t.first_position(), blocks: t.iter().map(BlockId::get).collect() };
+    let truth = Transfer {
+        src,
+        dst,
+        tokens,
+        src_tables: request
+            .src
+            .iter()
+            .map(|g| SrcTable { table: table(&g.table), held: 0..tokens, frozen: g.tail == Tail::Frozen })
+            .collect(),
+        dst_tables: request.dst.iter().map(|g| DstTable { table: table(&g.table), cached: 0 }).collect(),
+    };
+    let bound = BoundRequest::new(&both, request).unwrap();
+    let mut run = Execution::new(&truth).unwrap();
+    let rank = RankId::ZERO;
+    run.run(rank, rank, &PairPlan::new(&both, &peers, rank, rank).unwrap().resolve(&bound)).unwrap();
+    for zero in ZeroPlan::new(dst, rank).resolve(&bound).ranges() {
+        run.zero(rank, zero.region, zero.offset, zero.len).unwrap();
+    }
+    run.finish().unwrap()
+}
+
+/// A whole HND block is one run, but its tokens are not: the heads lie between them.
+#[test]
+fn hnd_blocks_of_two_tokens_are_not_token_runs() {
+    let spec = spec(1, 5);
+    let (src, dst) =
+        (engine(&spec, LayoutStyle::HND, &[(&[0], 4)], 19), engine(&spec, LayoutStyle::HND, &[(&[0], 2)], 38));
+    let seen = transfer(&src, &dst, 75, &[Tail::Exact], 38);
+    assert_eq!((seen.moved, seen.zeroed), (75 * 10, 10));
+    let alike = engine(&spec, LayoutStyle::HND, &[(&[0], 2)], 38);
+    assert_eq!(transfer(&alike, &dst, 75, &[Tail::Exact], 38).moved, 75 * 10);
+}
+
+/// A destination group that two source groups feed, of which one moves its zeroed tail along.
+#[test]
+fn frozen_and_exact_tails_may_meet_in_one_group() {
+    let spec = spec(2, 1);
+    let src = engine(&spec, LayoutStyle::HND, &[(&[1], 4), (&[0], 11)], 20);
+    let dst = engine(&spec, LayoutStyle::HND, &[(&[1, 0], 4)], 17);
+    let seen = transfer(&src, &dst, 61, &[Tail::Exact, Tail::Frozen], 17);
+    // Item 0 moves up to token 66, where its source block ends; the room ends at 68.
+    assert_eq!((seen.moved, seen.zeroed), ((61 + 66) * 2, (7 + 2) * 2));
+}
+
+fn batch(bases: usize, counts: &[u64], run: u64, pairs: Vec<PairRun>) -> Batch {
+    let base = Base { src_region: RegionId::ZERO, dst_region: RegionId::ZERO, src_offset: 0, dst_offset: 0 };
+    let dims = counts.iter().map(|&count| Dim { count, src_stride: 0, dst_stride: 0 }).collect();
+    let part = Part {
+        src_add: 0,
+        dst_add: 0,
+        src_block_stride: 0,
+        dst_block_stride: 0,
+        src_step: 0,
+        dst_step: 0,
+        nest: Nest { dims, run },
+        pairs: pairs.into(),
+    };
+    Batch::new(vec![Section { bases: vec![base; bases].into(), parts: vec![part] }])
+}
+
+/// What is multiplied by nothing must be countable all the same.
+#[test]
+fn a_batch_whose_counts_overflow_is_refused_also_where_it_moves_nothing() {
+    let regions = [Bytes::new(u64::MAX)];
+    let one = || vec![PairRun { src: 0, dst: 0, count: 3 }];
+    for batch in [
+        batch(1, &[u64::MAX, u64::MAX], 1, Vec::new()),
+        batch(0, &[u64::MAX, u64::MAX], 1, one()),
+        batch(0, &[], u64::MAX, one()),
+        batch(2, &[1 << 40], 1 << 30, one()),
+    ] {
+        match batch.check(&regions, &regions) {
+            Ok(bounded) => assert_eq!((bounded.batch().bytes(), bounded.batch().descriptors()), (Bytes::ZERO, 0)),
+            Err(e) => assert!(matches!(e, BoundsError::TooLarge | BoundsError::OutOfRegion { .. }), "{e}"),
+        }
+    }
+}
+
+#[test]
+fn a_style_for_blocks_of_no_tokens_is_refused() {
+    let spec = spec(1, 1);
+    let placement = Parallelism::tensor(&spec, 1).place(&spec, |_| HeadRule::Split).unwrap().remove(0);
+    let style = LayoutStyle { kernel_block: Some(5), ..LayoutStyle::HND };
+    let refused = style.build(&spec, &placement, &[(&[ItemId::ZERO], 0, 4)]);
+    assert!(matches!(refused, Err(StyleError::KernelBlock { .. })), "{refused:?}");
+}
+
+#[test]
+fn the_last_block_id_is_an_id() {
+    let last = BlockId::new(u32::MAX);
+    assert_eq!(BlockTable::new(0, &[last]).iter().collect::<Vec<_>>(), [last]);
+    assert_eq!(BlockTable::contiguous(7, last, 3).iter().collect::<Vec<_>>(), [last]);
+    let three = BlockTable::contiguous(7, BlockId::new(u32::MAX - 1), 3);
+    assert_eq!((three.len(), three.iter().count()), (2, 2));
+}
+
+#[test]
+fn what_is_needed_lies_in_the_sequence_whatever_the_window() {
+    for n in [0, 1, 5, u64::MAX] {
+        for w in [0, 1, 2, 6, 7, u64::MAX] {
+            let need = Retention::Window(Tokens::new(w)).needed(Tokens::new(n));
+            assert!(need.end() <= Tokens::new(n));
+            assert_eq!(need.len().get(), w.saturating_sub(1).min(n), "window {w} at {n}");
+        }
+    }
+}
