@@ -253,4 +253,48 @@ mod tests {
             assert_eq!(a.common(b), common, "{a} with {b}");
         }
     }
+
+    fn local(id: &str, identity: &str, check: IdentityCheck) -> Arc<LocalSide> {
+        let identity = ModelIdentity::new(identity).unwrap();
+        Arc::new(LocalSide { identity, check, manifest: crate::testing::engine_of(id, 1) })
+    }
+
+    fn greet(ours: &Arc<LocalSide>, expected: Option<&str>, hello: &Hello) -> Result<Established, Refusal> {
+        let expected = expected.map(|id| EngineId::new(id).unwrap());
+        Greeting::start(ours.clone(), expected).0.on_hello(hello)
+    }
+
+    /// The one state, with every kind of hello; the exchange is symmetric.
+    #[test]
+    fn greeting_by_event() {
+        let (p, d) = (local("p", "m", IdentityCheck::Required), local("d", "m", IdentityCheck::Required));
+        let hello_of = |side: &Arc<LocalSide>| Greeting::start(side.clone(), None).1;
+        for (ours, theirs) in [(&p, &d), (&d, &p)] {
+            let met = greet(ours, Some(theirs.manifest.engine().as_str()), &hello_of(theirs)).unwrap();
+            assert_eq!((met.version, met.abilities, &met.peer), (1, Abilities::OURS, &theirs.manifest));
+            assert!(greet(ours, None, &hello_of(theirs)).is_ok(), "whoever connects to us is whom we expect");
+        }
+        let good = hello_of(&d);
+        let refusals = |expected, hello: &Hello| greet(&p, expected, hello).unwrap_err().0;
+        let theirs = Versions { min: 2, max: 3 };
+        let of_version = Hello { versions: theirs, ..good.clone() };
+        assert_eq!(refusals(None, &of_version), [HelloMismatch::Version { ours: Versions::OURS, theirs }]);
+        let got = EngineId::new("d").unwrap();
+        let expected = EngineId::new("e").unwrap();
+        assert_eq!(refusals(Some("e"), &good), [HelloMismatch::WrongEngine { expected, got }]);
+        // ID-06: two engines of one id, also in different lives, are not two engines.
+        let own = p.manifest.engine().clone();
+        assert_eq!(refusals(None, &hello_of(&p)), [HelloMismatch::OwnEngine { got: own }]);
+        let identity = Hello { identity: ModelIdentity::new("n").unwrap(), ..good.clone() };
+        assert!(matches!(refusals(None, &identity)[..], [HelloMismatch::Identity { .. }]));
+        let digest = Hello { digest: Digest::from_bytes([0; 32]), ..good.clone() };
+        assert!(matches!(refusals(None, &digest)[..], [HelloMismatch::Digest { .. }]));
+        // Everything at once.
+        let all = Hello { versions: theirs, digest: Digest::from_bytes([0; 32]), ..identity.clone() };
+        let refusal = greet(&p, Some("e"), &all).unwrap_err();
+        assert_eq!((refusal.0.len(), refusal.to_string().lines().count()), (4, 4), "{refusal}");
+        // The identity's check can be switched off, on this side only.
+        let careless = local("p", "m", IdentityCheck::Off);
+        assert!(greet(&careless, Some("d"), &identity).is_ok());
+    }
 }

@@ -27,4 +27,6 @@ pub mod names;
 pub mod peer;
 pub mod rank;
 pub mod request;
+#[cfg(test)]
+mod testing;
 pub mod wire;

@@ -309,3 +309,90 @@ fn digest_of(engine: &EngineId, epoch: Epoch, cache: &Manifest, ranks: &[RankCon
     }
     Digest::from_bytes(*h.finalize().as_bytes())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{engine, ranks};
+
+    fn assembly() -> (Assembly, Vec<RankJoin>) {
+        let (spec, groups, ranks) = ranks();
+        let join = |(rank, manifest)| RankJoin {
+            engine: EngineId::new("e").unwrap(),
+            rank: RankId::new(rank),
+            epoch: Epoch::new(10 + u128::from(rank)),
+            manifest,
+            blob: Arc::from([1, 2]),
+        };
+        let joins = (0u32..).zip(ranks).map(join).collect();
+        (Assembly::new(EngineId::new("e").unwrap(), Epoch::new(1), spec, groups, 2).unwrap(), joins)
+    }
+
+    fn missing(a: &Assembly) -> Vec<u32> {
+        a.missing().map(RankId::get).collect()
+    }
+
+    #[test]
+    fn ranks_join_in_any_order_to_the_same_engine() {
+        let mut digests = Vec::new();
+        for order in [[0, 1], [1, 0]] {
+            let (mut a, joins) = assembly();
+            assert!(matches!(a.join(joins[order[0]].clone()), Ok(Joined::Waiting)));
+            let Ok(Joined::Complete(engine)) = a.join(joins[order[1]].clone()) else { panic!("both have joined") };
+            assert_eq!(engine.contact(RankId::new(1)).map(|c| c.epoch), Some(Epoch::new(11)));
+            digests.push(engine.digest());
+        }
+        assert_eq!(digests[0], digests[1]);
+    }
+
+    /// HS-01: disagreement on the id, a rank that isn't, one that comes twice, a blob beyond all measure.
+    #[test]
+    fn hs_01_joining_by_event() {
+        let (mut a, joins) = assembly();
+        let wrong = RankJoin { engine: EngineId::new("f").unwrap(), ..joins[0].clone() };
+        let (rank, expected, got) = (RankId::new(0), EngineId::new("e").unwrap(), EngineId::new("f").unwrap());
+        assert_eq!(a.join(wrong).unwrap_err(), JoinError::WrongEngine { rank, expected, got });
+        let beyond = RankJoin { rank: RankId::new(2), ..joins[0].clone() };
+        assert_eq!(a.join(beyond).unwrap_err(), JoinError::OutOfRange { rank: RankId::new(2), ranks: 2 });
+        let blob: Arc<[u8]> = vec![0; MAX_BLOB + 1].into();
+        let long = RankJoin { blob, ..joins[0].clone() };
+        assert!(matches!(a.join(long).unwrap_err(), JoinError::BlobTooLong { .. }));
+        assert_eq!(missing(&a), [0, 1]);
+        a.join(joins[0].clone()).unwrap();
+        let again = RankJoin { epoch: Epoch::new(99), ..joins[0].clone() };
+        let (joined, epoch) = (Epoch::new(10), Epoch::new(99));
+        assert_eq!(a.join(again).unwrap_err(), JoinError::Repeated { rank, joined, epoch });
+        assert_eq!(missing(&a), [1]);
+        a.leave(rank);
+        assert_eq!(missing(&a), [0, 1]);
+        a.join(joins[0].clone()).unwrap();
+        // Both have joined, and together they lack heads: the last is sent away, and may come back in order.
+        let mut unsound = joins[1].clone();
+        unsound.manifest = joins[0].manifest.clone();
+        assert!(matches!(a.join(unsound).unwrap_err(), JoinError::Unsound(_)));
+        assert_eq!(missing(&a), [1]);
+        assert!(matches!(a.join(joins[1].clone()), Ok(Joined::Complete(_))));
+    }
+
+    #[test]
+    fn digests_name_every_part() {
+        let base = engine();
+        let parts = |engine: &str, epoch, contacts| {
+            let (id, epoch) = (EngineId::new(engine).unwrap(), Epoch::new(epoch));
+            EngineManifest::new(id, epoch, (**base.cache()).clone(), contacts).unwrap().digest()
+        };
+        let same = || base.contacts().to_vec();
+        assert_eq!(parts("prefill", 9, same()), base.digest());
+        let mut blob = same();
+        blob[1].blob = Arc::from([0]);
+        let mut epoch = same();
+        epoch[0].epoch = Epoch::new(0);
+        for other in
+            [parts("p", 9, same()), parts("prefill", 8, same()), parts("prefill", 9, blob), parts("prefill", 9, epoch)]
+        {
+            assert_ne!(other, base.digest());
+        }
+        let few = EngineManifest::new(base.engine().clone(), base.epoch(), (**base.cache()).clone(), Vec::new());
+        assert_eq!(few, Err(ContactError::Count { expected: 2, got: 0 }));
+    }
+}

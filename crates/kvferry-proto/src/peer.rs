@@ -9,6 +9,9 @@ use kvferry_geometry::units::{RankId, Tokens};
 use crate::handshake::Hello;
 use crate::names::{ContentKey, Epoch, Fence};
 
+/// The most blocks that one side of a request may list, over all its groups.
+pub const MAX_REQUEST_BLOCKS: u64 = 1 << 20;
+
 /// One message between two owners.
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]

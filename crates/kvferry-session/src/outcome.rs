@@ -207,6 +207,14 @@ pub enum FailureCause {
     /// The producer refused.
     #[error("the producer refused: {0}")]
     Refused(BindRefusal),
+    /// Too many blocks.
+    #[error("the request lists {got} blocks, more than the {limit} that one request can have")]
+    TooManyBlocks {
+        /// Blocks listed.
+        got: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// Blocks, room or held tokens don't fit.
     #[error("the request does not fit: {0}")]
     Request(RequestErrors),

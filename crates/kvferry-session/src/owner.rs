@@ -21,7 +21,7 @@ use kvferry_proto::handshake::{IdentityCheck, LocalSide};
 use kvferry_proto::lease::{Closing, Offer};
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
-use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::peer::{MAX_REQUEST_BLOCKS, PeerMessage};
 use kvferry_proto::rank::{Assurance, FromRank, PullId, ToRank};
 
 use crate::outcome::{Delivered, Failed};
@@ -163,6 +163,14 @@ pub enum OfferError {
         /// Groups listed.
         got: usize,
     },
+    /// It lists too many blocks.
+    #[error("the offer lists {got} blocks, more than the {limit} that one request can have")]
+    TooManyBlocks {
+        /// Blocks listed.
+        got: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// The lease id is in use.
     #[error("lease {lease} is open already; lease ids must be random")]
     Repeated {
@@ -267,6 +275,10 @@ impl OwnerSession {
                 return Err(OfferError::GroupCount { expected, got: offer.groups.len() });
             }
             Life::Ready(_) => {}
+        }
+        let got = offer.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
+        if got > MAX_REQUEST_BLOCKS {
+            return Err(OfferError::TooManyBlocks { got, limit: MAX_REQUEST_BLOCKS });
         }
         self.leases.open(&self.config.engine, self.config.epoch, lease, offer)
     }

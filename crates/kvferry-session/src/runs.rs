@@ -2,7 +2,8 @@
 //!
 //! The runs of a batch, in the order of its cursor, are one stream of bytes: the same stream at the source and at the
 //! destination, whatever the two layouts. [`RunDigester`] digests windows of that stream in pieces, a bounded amount of work
-//! at a time, so that whoever drives it stays responsive.
+//! at a time, so that whoever drives it stays responsive. (`kvferry-memory` digests a whole side at once, with several
+//! threads; this one serves a peer that asks for parts.)
 
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use kvferry_geometry::units::RegionId;
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_transport::Region;
 use kvferry_transport::region::AccessError;
+use kvferry_transport::strips::Strips;
 
 /// A stream can't be digested.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -38,8 +40,8 @@ pub enum RunsError {
     Access(#[from] AccessError),
 }
 
-/// Bytes that are copied out of a region at a time.
-const BUFFER: usize = 64 << 10;
+/// Bytes are gathered here before they are hashed, so that short runs cost no call of the hash each.
+const SCRATCH: usize = 64 << 10;
 
 /// Digests windows of one side of a batch.
 pub struct RunDigester {
@@ -49,6 +51,7 @@ pub struct RunDigester {
     /// The window in progress, and how many of its bytes are done.
     at: (usize, u64),
     piece: Hasher,
+    scratch: Vec<u8>,
     out: Vec<PieceDigest>,
 }
 
@@ -71,7 +74,7 @@ impl RunDigester {
                 return Err(RunsError::Window { window, stream });
             }
         }
-        Ok(Self { batch, side, windows, at: (0, 0), piece: Hasher::new(), out: Vec::new() })
+        Ok(Self { batch, side, windows, at: (0, 0), piece: Hasher::new(), scratch: Vec::new(), out: Vec::new() })
     }
 
     /// Digests up to about `budget` bytes more. Gives true when all windows are done.
@@ -84,15 +87,19 @@ impl RunDigester {
         while let Some(&window) = self.windows.get(self.at.0) {
             let from = window.start + self.at.1;
             let take = (window.len - self.at.1).min(left);
-            let side = self.side;
-            for_each_run(&batch, from, take, |d| {
-                let (region, offset) = match side {
-                    Side::Src => (d.src_region, d.src_offset),
-                    Side::Dst => (d.dst_region, d.dst_offset),
+            let mut strips = Strips::new(&batch, from..from + take);
+            while let Some(strip) = strips.next_within(take) {
+                let (region, mut offset, stride) = match self.side {
+                    Side::Src => (strip.src_region, strip.src_offset, strip.src_stride),
+                    Side::Dst => (strip.dst_region, strip.dst_offset, strip.dst_stride),
                 };
                 let memory = regions.get(region.index()).ok_or(RunsError::Region { region, regions: regions.len() })?;
-                self.update(window, memory, offset, d.len)
-            })?;
+                for _ in 0..strip.count {
+                    self.update(window, memory, offset, strip.run)?;
+                    // The last step may leave the region; nothing is read there.
+                    offset = offset.wrapping_add(stride);
+                }
+            }
             left -= take;
             if self.at.1 == window.len {
                 self.end_piece(window);
@@ -111,17 +118,19 @@ impl RunDigester {
     }
 
     fn update(&mut self, window: Window, memory: &Region, mut offset: u64, mut len: u64) -> Result<(), RunsError> {
-        let mut buffer = [0u8; BUFFER];
         while len > 0 {
             let in_piece = window.piece - self.at.1 % window.piece;
-            let n = len.min(in_piece).min(BUFFER as u64);
-            // At most BUFFER, so it fits.
-            let bytes = &mut buffer[..usize::try_from(n).unwrap_or(BUFFER)];
-            memory.read(offset, bytes)?;
-            self.piece.update(bytes);
-            self.at.1 += n;
-            offset += n;
-            len -= n;
+            let filled = self.scratch.len();
+            // At most SCRATCH, so it fits.
+            let n = usize::try_from(len.min(in_piece)).unwrap_or(SCRATCH).min(SCRATCH - filled);
+            self.scratch.resize(filled + n, 0);
+            memory.read(offset, &mut self.scratch[filled..])?;
+            if self.scratch.len() == SCRATCH {
+                self.flush();
+            }
+            self.at.1 += n as u64;
+            offset += n as u64;
+            len -= n as u64;
             if self.at.1.is_multiple_of(window.piece) && self.at.1 < window.len {
                 self.end_piece(window);
             }
@@ -129,7 +138,13 @@ impl RunDigester {
         Ok(())
     }
 
+    fn flush(&mut self) {
+        self.piece.update(&self.scratch);
+        self.scratch.clear();
+    }
+
     fn end_piece(&mut self, window: Window) {
+        self.flush();
         if window.len > 0 {
             let mut digest = PieceDigest::default();
             digest.copy_from_slice(&self.piece.finalize().as_bytes()[..16]);

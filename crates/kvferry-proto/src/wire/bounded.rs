@@ -4,6 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::ser::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// A list of at most `N` elements.
@@ -26,6 +27,9 @@ impl<T, const N: usize> IntoIterator for List<T, N> {
 
 impl<T: Serialize, const N: usize> Serialize for List<T, N> {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        if self.0.len() > N {
+            return Err(S::Error::custom("a list is longer than its bound"));
+        }
         s.collect_seq(&self.0)
     }
 }

@@ -279,7 +279,7 @@ fn framed(what: &'static str, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireErr
 }
 
 fn not_written(what: &'static str, error: &postcard::Error) -> WireError {
-    WireError::Body { what, len: 0, reason: error.to_string() }
+    WireError::NotWritten { what, reason: error.to_string() }
 }
 
 fn text(text: String) -> Converted<String> {

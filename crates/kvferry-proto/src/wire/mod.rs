@@ -29,6 +29,8 @@ mod bounded;
 pub mod convert;
 mod dto;
 mod frame;
+#[cfg(test)]
+mod tests;
 
 pub use convert::ConvertError;
 pub use frame::{Frame, FrameError, FrameReader, HEADER};
@@ -135,6 +137,14 @@ pub enum WireError {
         /// What is wrong.
         error: ConvertError,
     },
+    /// Our own message has a list that is longer than the peer takes.
+    #[error("a {what} could not be written: {reason}")]
+    NotWritten {
+        /// Which message.
+        what: &'static str,
+        /// In the encoder's words.
+        reason: String,
+    },
     /// Our own message is longer than a frame can be.
     #[error("a {what} of {got} bytes is longer than the {limit} that a frame can carry")]
     TooLong {
@@ -164,7 +174,7 @@ impl WireError {
     pub fn fault(&self) -> Fault {
         match self {
             Self::Version { .. } | Self::Meaning { .. } => Fault::PeerChoice,
-            Self::TooLong { .. } => Fault::Caller,
+            Self::TooLong { .. } | Self::NotWritten { .. } => Fault::Caller,
             _ => Fault::PeerBytes,
         }
     }

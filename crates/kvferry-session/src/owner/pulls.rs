@@ -5,7 +5,9 @@ use super::{BTreeMap, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullI
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::pairing_salt;
-use kvferry_proto::peer::{BindAnswer, BindRefusal, PeerMessage, ReleaseAnswer, RunDigest, RunDigestAnswer, Window};
+use kvferry_proto::peer::{
+    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, PeerMessage, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
+};
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
 
@@ -95,6 +97,7 @@ impl OwnerSession {
     pub(super) fn start_pull(&mut self, wish: PullWish) -> PullId {
         self.pulls.last += 1;
         let id = PullId(self.pulls.last);
+        let blocks = wish.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
         let refused = match &self.life {
             Life::Assembling(_) => Some(FailureCause::NotReady),
             Life::Broken(_, rank, reason) => Some(FailureCause::RankLost { rank: *rank, reason: reason.clone() }),
@@ -102,6 +105,9 @@ impl OwnerSession {
                 Err(error) => Some(error.into()),
                 Ok(()) if self.pulls.by_fence.contains_key(&wish.fence) => {
                     Some(FailureCause::Refused(BindRefusal::AlreadyBound))
+                }
+                Ok(()) if blocks > MAX_REQUEST_BLOCKS => {
+                    Some(FailureCause::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS })
                 }
                 Ok(()) => None,
             },

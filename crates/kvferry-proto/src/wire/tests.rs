@@ -1,0 +1,434 @@
+//! Every message there and back; and what becomes of bytes that are none.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_geometry::digest::Digest;
+use kvferry_geometry::request::{BlockTable, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, TokenRange, Tokens};
+
+use super::*;
+use crate::handshake::{Abilities, Hello};
+use crate::lease::first_attempt;
+use crate::manifest::RankJoin;
+use crate::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
+use crate::peer::{
+    Bind, BindAnswer, BindRefusal, Grant, MAX_PIECES, ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer,
+    Verdict, Window,
+};
+use crate::rank::{
+    Assurance, BadBlock, DigestOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport, Stage,
+};
+use crate::testing::{engine, ranks};
+
+fn fence() -> Fence {
+    first_attempt(EngineId::new("prefill").unwrap(), Epoch::new(1 << 100), LeaseId::new(4097))
+}
+
+fn table() -> BlockTable {
+    BlockTable::new(3, &[7, 8, 9, 2, 5, 4].map(BlockId::new))
+}
+
+fn src_groups() -> Vec<SrcGroup> {
+    let held = TokenRange::new(Tokens::new(48), Tokens::new(130));
+    vec![
+        SrcGroup { table: table(), held, tail: Tail::Frozen },
+        SrcGroup { table: BlockTable::default(), held: TokenRange::default(), tail: Tail::Exact },
+    ]
+}
+
+fn dst_groups() -> Vec<DstGroup> {
+    vec![DstGroup { table: table(), cached: Tokens::new(u64::MAX) }]
+}
+
+fn windows() -> Vec<Window> {
+    vec![Window { start: 0, len: 1 << 40, piece: 1 << 30 }, Window { start: 5, len: 0, piece: 1 }]
+}
+
+fn peer_messages() -> Vec<PeerMessage> {
+    let manifest = engine();
+    let hello = Hello {
+        versions: Versions::OURS,
+        abilities: Abilities(1 << 63),
+        identity: ModelIdentity::new("model@revision").unwrap(),
+        digest: manifest.digest(),
+        manifest,
+    };
+    let refusals = [
+        BindRefusal::WrongEngine,
+        BindRefusal::StaleEpoch { current: Epoch::new(3) },
+        BindRefusal::UnknownLease,
+        BindRefusal::AlreadyBound,
+        BindRefusal::WrongAttempt { expected: 1, got: u32::MAX },
+        BindRefusal::WrongContent,
+        BindRefusal::PeerMapDiffers { ours: Digest::from_bytes([4; 32]) },
+        BindRefusal::Incompatible("heads".into()),
+    ];
+    let mut all = vec![
+        PeerMessage::Hello(hello),
+        PeerMessage::Refused(vec!["one".into(), String::new()]),
+        PeerMessage::Bind(Bind {
+            fence: fence(),
+            content_key: ContentKey::from_bytes([8; 32]),
+            salt: 63,
+            peer_map: Digest::from_bytes([9; 32]),
+        }),
+        PeerMessage::BindAnswer(BindAnswer::Bound(Grant {
+            fence: fence(),
+            groups: src_groups(),
+            time_left: Some(Duration::from_nanos(1_500_000_001)),
+        })),
+        PeerMessage::BindAnswer(BindAnswer::Bound(Grant { fence: fence(), groups: Vec::new(), time_left: None })),
+        PeerMessage::RunDigest(RunDigest {
+            fence: fence(),
+            src: RankId::new(1),
+            dst: RankId::new(0),
+            tokens: Tokens::new(2048),
+            groups: dst_groups(),
+            windows: windows(),
+        }),
+    ];
+    all.extend(refusals.map(|reason| PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason })));
+    all.extend(
+        [ReadsEnd::Complete, ReadsEnd::Abandoned].map(|reads| PeerMessage::Release(Release { fence: fence(), reads })),
+    );
+    all.extend(
+        [Verdict::Held, Verdict::Stale]
+            .map(|verdict| PeerMessage::ReleaseAnswer(ReleaseAnswer { fence: fence(), verdict })),
+    );
+    all.extend([Ok(vec![[1; 16], [2; 16]]), Err("gone".to_owned())].map(|pieces| {
+        PeerMessage::RunDigestAnswer(RunDigestAnswer {
+            fence: fence(),
+            src: RankId::new(1),
+            dst: RankId::new(0),
+            pieces,
+        })
+    }));
+    all
+}
+
+fn pairing() -> Pairing {
+    Pairing { peer: Digest::from_bytes([1; 32]), salt: 5, peer_map: Digest::from_bytes([2; 32]) }
+}
+
+fn request() -> Request {
+    Request { tokens: Tokens::new(130), src: src_groups(), dst: dst_groups() }
+}
+
+fn to_rank_messages() -> Vec<ToRank> {
+    let mut all = vec![
+        ToRank::Welcome(engine()),
+        ToRank::Refused("no".into()),
+        ToRank::Peer(engine()),
+        ToRank::Forget(Digest::from_bytes([3; 32])),
+        ToRank::Cancel(PullId(u64::MAX)),
+        ToRank::Digest(DigestOrder {
+            ticket: 3,
+            pairing: pairing(),
+            dst: RankId::new(7),
+            request: request(),
+            windows: windows(),
+        }),
+        ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Ok(vec![[9; 16]]) },
+        ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Err("why".into()) },
+    ];
+    all.extend([Assurance::Fenced, Assurance::Sampled, Assurance::Full].map(|assurance| {
+        ToRank::Pull(PullOrder { pull: PullId(4), pairing: pairing(), request: request(), assurance })
+    }));
+    all
+}
+
+fn from_rank_messages() -> Vec<FromRank> {
+    let (_, _, mut ranks) = ranks();
+    // A rank that says something unsound is heard all the same; the owner judges.
+    ranks[1].layout.views[2] = None;
+    let join = |manifest| {
+        FromRank::Join(RankJoin {
+            engine: EngineId::new("prefill").unwrap(),
+            rank: RankId::new(1),
+            epoch: Epoch::new(5),
+            manifest,
+            blob: Arc::from([1, 2, 3]),
+        })
+    };
+    let source = SourceReport {
+        src: RankId::new(3),
+        bytes: Bytes::new(1 << 50),
+        rows: 2,
+        descriptors_before: 3,
+        descriptors_after: 1,
+        took: Duration::from_micros(7),
+    };
+    let report = RankReport {
+        sources: vec![source],
+        zeroed: Bytes::new(5),
+        compared: Bytes::new(6),
+        took: Duration::from_secs(1),
+    };
+    let mut all: Vec<FromRank> = ranks.into_iter().map(join).collect();
+    all.extend([
+        FromRank::Pulled { pull: PullId(1), result: Ok(report) },
+        FromRank::DigestWanted { pull: PullId(1), src: RankId::new(9), windows: windows() },
+        FromRank::Digested { ticket: 8, pieces: Ok(Vec::new()) },
+        FromRank::Digested { ticket: 8, pieces: Err("memory".into()) },
+    ]);
+    let stages =
+        [Stage::Plan, Stage::Connect, Stage::Submit, Stage::Read, Stage::Zero, Stage::Compare, Stage::Cancelled];
+    all.extend(stages.map(|stage| {
+        let bad = vec![BadBlock { src: RankId::new(1), item: Name::new("layer.0"), block: BlockId::new(6) }];
+        FromRank::Pulled { pull: PullId(2), result: Err(RankFault { stage, text: "lost".into(), in_doubt: true, bad }) }
+    }));
+    all
+}
+
+fn frame(bytes: &[u8]) -> Frame {
+    let mut reader = FrameReader::default();
+    reader.extend(bytes);
+    reader.next_frame().unwrap().unwrap()
+}
+
+/// All messages, as frames.
+fn frames() -> Vec<Frame> {
+    let peer = peer_messages().into_iter().map(|m| encode_peer(&m).unwrap());
+    let to = to_rank_messages().into_iter().map(|m| encode_to_rank(&m).unwrap());
+    let from = from_rank_messages().into_iter().map(|m| encode_from_rank(&m).unwrap());
+    peer.chain(to).chain(from).map(|bytes| frame(&bytes)).collect()
+}
+
+/// Gives the bytes to every decoder; none may panic.
+fn decode_all(frame: &Frame) -> [Result<(), WireError>; 3] {
+    [decode_peer(frame).map(drop), decode_to_rank(frame).map(drop), decode_from_rank(frame).map(drop)]
+}
+
+#[test]
+fn every_message_comes_back_as_it_was() {
+    for m in peer_messages() {
+        assert_eq!(decode_peer(&frame(&encode_peer(&m).unwrap())), Ok(m));
+    }
+    for m in to_rank_messages() {
+        assert_eq!(decode_to_rank(&frame(&encode_to_rank(&m).unwrap())), Ok(m));
+    }
+    for m in from_rank_messages() {
+        assert_eq!(decode_from_rank(&frame(&encode_from_rank(&m).unwrap())), Ok(m));
+    }
+}
+
+#[test]
+fn kinds_are_distinct_and_of_one_link_each() {
+    let mut kinds: Vec<u16> = frames().iter().map(|f| f.kind).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    assert_eq!(kinds.len(), 20, "every kind of the registry is covered");
+    for f in frames() {
+        let known = decode_all(&f).iter().filter(|r| !matches!(r, Err(WireError::UnknownKind { .. }))).count();
+        assert_eq!(known, 1, "kind {}", f.kind);
+    }
+}
+
+/// INT-01: cut at each byte, or longer by one, a message is an error of the peer.
+#[test]
+fn int_01_every_message_cut_at_each_byte_is_an_error() {
+    for whole in frames() {
+        for cut in 0..whole.body.len() {
+            let part = Frame { kind: whole.kind, body: whole.body[..cut].to_vec() };
+            for result in decode_all(&part) {
+                assert_ne!(result.unwrap_err().fault(), Fault::Caller);
+            }
+        }
+        let mut body = whole.body.clone();
+        body.push(0);
+        for result in decode_all(&Frame { kind: whole.kind, body }) {
+            let error = result.unwrap_err();
+            assert!(matches!(error, WireError::Trailing { .. } | WireError::UnknownKind { .. }), "{error}");
+        }
+    }
+}
+
+#[test]
+fn flipped_bits_and_random_bytes_never_panic() {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    for whole in frames() {
+        // Large ones are sampled, small ones flipped bit by bit.
+        let bits = whole.body.len() * 8;
+        let stride = (bits / 2000).max(1);
+        for bit in (0..bits).step_by(stride) {
+            let mut f = whole.clone();
+            f.body[bit / 8] ^= 1 << (bit % 8);
+            drop(decode_all(&f));
+        }
+        for _ in 0..200 {
+            let body = (0..random() % 300).map(|_| random().to_le_bytes()[0]).collect();
+            drop(decode_all(&Frame { kind: whole.kind, body }));
+        }
+    }
+}
+
+/// SEC-01: what other systems would run or reserve memory for is an error here, at once.
+#[test]
+fn sec_01_foreign_encodings_and_announced_lengths_are_errors() {
+    let huge = [0xff, 0xff, 0xff, 0xff, 0x0f];
+    let bodies: [&[u8]; 6] = [
+        &[0x80, 0x04, 0x95, 0x0b, 0, 0, 0, 0, 0, 0, 0],
+        &huge,
+        &[0xff; 10],
+        &[0xdf, 0xff, 0xff, 0xff, 0xff],
+        &[0x91; 10_000],
+        b"{\"a\":1}",
+    ];
+    for whole in frames() {
+        for body in bodies {
+            let f = Frame { kind: whole.kind, body: body.to_vec() };
+            if f.kind == kind::CANCEL {
+                // Any small number is a request's.
+                continue;
+            }
+            assert!(decode_all(&f).iter().all(Result::is_err), "kind {} {body:?}", f.kind);
+        }
+        // A list that announces 2^32 elements at any place of a real message.
+        for at in (0..whole.body.len()).step_by((whole.body.len() / 200).max(1)) {
+            let mut body = whole.body[..at].to_vec();
+            body.extend_from_slice(&huge);
+            drop(decode_all(&Frame { kind: whole.kind, body }));
+        }
+    }
+}
+
+/// HS-11: the envelope decodes whatever the version; the refusal has both.
+#[test]
+fn hs_11_another_version_is_refused_with_both() {
+    let hello = encode_peer(&peer_messages()[0]).unwrap();
+    let mut f = frame(&hello);
+    f.body[4..8].copy_from_slice(&[9, 0, 12, 0]);
+    // What follows the head is of that version, and may be anything.
+    f.body.truncate(20);
+    let error = decode_peer(&f).unwrap_err();
+    assert_eq!(error, WireError::Version { ours: Versions::OURS, theirs: Versions { min: 9, max: 12 } });
+    let text = error.to_string();
+    assert!(text.contains("1 to 1") && text.contains("9 to 12"), "{text}");
+    f.body[0] = b'K';
+    assert!(matches!(decode_peer(&f), Err(WireError::Magic { .. })));
+    f.body.truncate(3);
+    assert_eq!(decode_peer(&f), Err(WireError::Magic { got: b"Kvf".to_vec() }));
+}
+
+fn meaning(frame: &Frame) -> ConvertError {
+    match decode_all(frame).into_iter().find(|r| !matches!(r, Err(WireError::UnknownKind { .. }))) {
+        Some(Err(WireError::Meaning { error, .. })) => error,
+        other => panic!("it must make no sense: {other:?}"),
+    }
+}
+
+fn of<D: serde::Serialize>(kind: u16, d: &D) -> Frame {
+    Frame { kind, body: postcard::to_allocvec(d).unwrap() }
+}
+
+#[test]
+fn block_tables_are_counted_before_they_are_expanded() {
+    let answer = |runs: Vec<(u32, u32)>| {
+        let table = dto::Table { first: 0, runs: runs.into_iter().collect() };
+        let group = dto::SrcGroup { table, held: (0, 1), tail: dto::Tail::Exact };
+        let bound = dto::BindAnswer::Bound {
+            fence: (&fence()).into(),
+            groups: [group].into_iter().collect(),
+            time_left_ns: None,
+        };
+        of(kind::BIND_ANSWER, &bound)
+    };
+    let limit = convert::MAX_TABLE_ENTRIES;
+    assert_eq!(meaning(&answer(vec![(0, u32::MAX)])), ConvertError::Tables { limit });
+    assert_eq!(meaning(&answer(vec![(0, 1 << 22), (0, 1)])), ConvertError::Tables { limit });
+    assert_eq!(meaning(&answer(vec![(u32::MAX, 2)])), ConvertError::Blocks { first: u32::MAX, count: 2 });
+    assert!(decode_peer(&answer(vec![(0, 1 << 21)])).is_ok());
+    let bad = dto::SrcGroup {
+        table: dto::Table { first: 0, runs: std::iter::empty().collect() },
+        held: (5, 4),
+        tail: dto::Tail::Exact,
+    };
+    let bound =
+        dto::BindAnswer::Bound { fence: (&fence()).into(), groups: [bad].into_iter().collect(), time_left_ns: None };
+    assert_eq!(meaning(&of(kind::BIND_ANSWER, &bound)), ConvertError::Tokens { start: 5, end: 4 });
+}
+
+#[test]
+fn what_a_rank_says_of_its_items_is_checked() {
+    let held = |item, heads, tokens| dto::Held {
+        item,
+        placement: Some(Box::new(dto::Placement { heads, tokens })),
+        view: None,
+    };
+    let join = |placements, list: Vec<dto::Held>| {
+        let manifest =
+            dto::Rank { placements, views: 1, regions: std::iter::empty().collect(), held: list.into_iter().collect() };
+        let join = dto::Join { engine: "e".into(), rank: 0, epoch: 1, manifest, blob: std::iter::empty().collect() };
+        of(kind::JOIN, &join)
+    };
+    let all = (1, 1, 0);
+    assert_eq!(meaning(&join(2, vec![held(1, (3, 3), all)])), ConvertError::Heads { item: 1, start: 3, end: 3 });
+    assert_eq!(meaning(&join(2, vec![held(2, (0, 1), all)])), ConvertError::ItemId { item: 2 });
+    let twice = vec![held(1, (0, 1), all), held(1, (0, 1), all)];
+    assert_eq!(meaning(&join(2, twice)), ConvertError::ItemId { item: 1 });
+    assert_eq!(
+        meaning(&join(2, vec![held(0, (0, 1), (2, 1, 2))])),
+        ConvertError::TokenClass { item: 0, count: 2, interleave: 1, index: 2 }
+    );
+    let (what, got, limit) = ("the placement", u32::MAX, kvferry_geometry::spec::MAX_ITEMS);
+    assert_eq!(meaning(&join(u32::MAX, Vec::new())), ConvertError::ItemCount { what, got, limit });
+}
+
+#[test]
+fn digest_questions_are_bounded() {
+    // The same bytes as the real object's, without its bound.
+    let ask = |windows: Vec<(u64, u64, u64)>| of(kind::DIGEST_WANTED, &(1u64, 0u32, windows));
+    let refused = ConvertError::Windows { limit: MAX_PIECES };
+    for windows in [
+        vec![(0, 1, 0)],
+        vec![(u64::MAX, 1, 1)],
+        vec![(0, MAX_PIECES as u64 + 1, 1)],
+        vec![(0, MAX_PIECES as u64, 1), (0, 1, 1)],
+        vec![(0, u64::MAX, 1); 2],
+    ] {
+        assert_eq!(meaning(&ask(windows)), refused);
+    }
+    assert!(decode_from_rank(&ask(vec![(0, MAX_PIECES as u64, 1)])).is_ok());
+    let many = ask(vec![(0, 1, 1); crate::peer::MAX_WINDOWS + 1]);
+    assert!(matches!(decode_from_rank(&many), Err(WireError::Body { .. })), "a list longer than its bound");
+}
+
+/// A peer's unsound manifest is the peer's fault, with all that is wrong.
+#[test]
+fn unsound_manifests_are_the_peers_fault() {
+    let mut d = dto::Engine::from(&*engine());
+    for rank in &mut d.ranks.0 {
+        for region in &mut rank.regions.0 {
+            region.len = 16;
+        }
+    }
+    let f = of(kind::PEER, &d);
+    let error = decode_to_rank(&f).unwrap_err();
+    assert_eq!(error.fault(), Fault::PeerChoice);
+    assert!(matches!(meaning(&f), ConvertError::Manifest(errors) if errors.0.len() >= 6), "{error}");
+    d.contacts.0.pop();
+    for rank in &mut d.ranks.0 {
+        for region in &mut rank.regions.0 {
+            region.len = 1 << 20;
+        }
+    }
+    assert!(matches!(meaning(&of(kind::PEER, &d)), ConvertError::Contacts(_)));
+}
+
+#[test]
+fn messages_that_no_frame_can_carry_are_our_callers_fault() {
+    let ids: Vec<BlockId> = (0..3_000_000).map(|i| BlockId::new(4_000_000 + i * 2)).collect();
+    let held = TokenRange::default();
+    let groups = vec![SrcGroup { table: BlockTable::new(0, &ids), held, tail: Tail::Exact }];
+    let answer = PeerMessage::BindAnswer(BindAnswer::Bound(Grant { fence: fence(), groups, time_left: None }));
+    let error = encode_peer(&answer).unwrap_err();
+    assert_eq!(error.fault(), Fault::Caller, "{error}");
+    assert!(matches!(error, WireError::NotWritten { .. }), "a list is bounded before a frame is: {error}");
+}
