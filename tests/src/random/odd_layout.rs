@@ -83,11 +83,12 @@ fn place_behind(
     let mut end = gap(c);
     for page in pages {
         let blocks = page.blocks + small(if c.chance(30) { c.below(3) } else { 0 });
-        let between = gap(c);
+        let between = if template.is_some() { c.below(4) } else { gap(c) };
         // Some ranks lay all items out alike, apart from gaps between blocks.
         let mut own = template.cloned().unwrap_or_else(|| c.fork());
         let mut axes = [Axis::Block, Axis::Kernel, Axis::Head, Axis::Entry, Axis::Component];
-        own.shuffle(&mut axes);
+        let free = if own.chance(50) { 1 } else { 0 };
+        own.shuffle(&mut axes[free..]);
         let mut nested = nest(&mut own, spec.items()[page.item].as_paged(), page, &axes, blocks);
         if axes[0] == Axis::Block {
             nested.view.block_stride = Bytes::new(nested.view.block_stride.get() + between);
