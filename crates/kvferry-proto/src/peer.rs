@@ -118,7 +118,7 @@ pub enum BindRefusal {
 pub enum ReadsEnd {
     /// Every named source was read.
     Complete,
-    /// The consumer has given up; none of its ranks reads any more.
+    /// The consumer has given up; what its ranks read, or may still be reading, will not be used.
     Abandoned,
 }
 

@@ -31,6 +31,8 @@ pub mod owner;
 pub mod pairing;
 pub mod rank;
 pub mod runs;
+#[cfg(test)]
+mod testing;
 
 pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};

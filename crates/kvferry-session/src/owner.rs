@@ -30,6 +30,8 @@ mod leases;
 mod links;
 mod pulls;
 mod ranks;
+#[cfg(test)]
+mod tests;
 
 use leases::Leases;
 use links::Links;

@@ -29,6 +29,8 @@ use crate::runs::RunDigester;
 
 mod compare;
 mod pull;
+#[cfg(test)]
+mod tests;
 
 use pull::{Next, Pull, Source, SourceState};
 

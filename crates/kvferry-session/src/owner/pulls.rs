@@ -6,7 +6,8 @@ use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, PeerMessage, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
+    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, PeerMessage, ReadsEnd, Release, ReleaseAnswer, RunDigest,
+    RunDigestAnswer, Window,
 };
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
@@ -300,15 +301,10 @@ impl OwnerSession {
 
     /// Ends a request as failed: at once if no rank reads, else when all have stopped.
     fn stop(&mut self, id: PullId, cause: FailureCause) {
-        let Some(link) = self.pulls.open.get(&id).map(|p| p.link) else { return };
         match self.pulls.take(id) {
             Some(State::Asking(_)) => {
                 // It may be bound by the time this arrives, and after the bind it does.
-                if let Some(pull) = self.pulls.open.get(&id) {
-                    let fence = pull.wish.fence.clone();
-                    let reads = kvferry_proto::peer::ReadsEnd::Abandoned;
-                    self.send_peer(link, PeerMessage::Release(kvferry_proto::peer::Release { fence, reads }));
-                }
+                self.abandon(id);
                 self.fail(id, cause, None);
             }
             Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
@@ -317,6 +313,13 @@ impl OwnerSession {
             Some(State::Linking(_) | State::Moving) => self.fail(id, cause, None),
             None => {}
         }
+    }
+
+    /// Tells the producer that nothing of its lease will be used.
+    fn abandon(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (link, fence) = (pull.link, pull.wish.fence.clone());
+        self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
     }
 
     fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
@@ -382,6 +385,9 @@ impl OwnerSession {
         let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
         for id in open {
             let Some(state) = self.pulls.take(id) else { continue };
+            if !matches!(state, State::Linking(_)) {
+                self.abandon(id);
+            }
             let in_doubt = match &state {
                 State::Reading(reading) | State::Stopping { reading, .. } => reading.pending().collect(),
                 _ => Vec::new(),

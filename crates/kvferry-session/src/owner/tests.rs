@@ -1,0 +1,572 @@
+//! Two owners stepped by hand, with ranks that say what the test wants: every state of a request with every event.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvferry_geometry::units::Bytes;
+use kvferry_proto::manifest::RankJoin;
+use kvferry_proto::peer::{BindAnswer, BindRefusal, ReleaseAnswer, Verdict};
+use kvferry_proto::rank::{PullOrder, RankFault, RankReport, SourceReport, Stage};
+
+use super::*;
+use crate::outcome::FailureCause;
+use crate::testing::{TOKENS, dst_groups, shape, src_groups};
+
+const SECOND: Duration = Duration::from_secs(1);
+const DEADLINE: Duration = Duration::from_secs(10);
+
+fn key(n: u8) -> ContentKey {
+    ContentKey::from_bytes([n; 32])
+}
+
+fn config(id: &str, epoch: u128, ranks: u32) -> OwnerConfig {
+    let (spec, groups, _) = shape(ranks);
+    OwnerConfig {
+        engine: EngineId::new(id).unwrap(),
+        epoch: Epoch::new(epoch),
+        spec,
+        groups,
+        ranks,
+        identity: ModelIdentity::new("m").unwrap(),
+        check: IdentityCheck::Required,
+        handshake: SECOND,
+        grace: 2 * SECOND,
+    }
+}
+
+/// One owner and what it had done.
+struct Side {
+    session: OwnerSession,
+    rank_links: Vec<RankLinkId>,
+    orders: Vec<(RankLinkId, ToRank)>,
+    to_peer: VecDeque<(LinkId, PeerMessage)>,
+    connects: Vec<LinkId>,
+    ended: Vec<(PullId, Result<Delivered, Failed>)>,
+    closed: Vec<(Fence, Closing)>,
+    lost: Vec<RankId>,
+}
+
+impl Side {
+    fn new(id: &str, epoch: u128, ranks: u32) -> Self {
+        let session = OwnerSession::new(config(id, epoch, ranks)).unwrap();
+        let mut side = Self {
+            session,
+            rank_links: Vec::new(),
+            orders: Vec::new(),
+            to_peer: VecDeque::new(),
+            connects: Vec::new(),
+            ended: Vec::new(),
+            closed: Vec::new(),
+            lost: Vec::new(),
+        };
+        let (_, _, manifests) = shape(ranks);
+        for (rank, manifest) in (0u32..).map(RankId::new).zip(manifests) {
+            let link = side.session.accept_rank();
+            let (engine, epoch) = (EngineId::new(id).unwrap(), Epoch::new(u128::from(rank.get())));
+            let join = RankJoin { engine, rank, epoch, manifest, blob: Arc::from([1]) };
+            side.session.rank_message(link, FromRank::Join(join), Duration::ZERO);
+            side.rank_links.push(link);
+        }
+        side.take();
+        assert!(side.session.manifest().is_some());
+        side.orders.clear();
+        side
+    }
+
+    fn take(&mut self) -> bool {
+        let mut any = false;
+        while let Some(effect) = self.session.next_effect() {
+            any = true;
+            match effect {
+                Effect::Connect { link, .. } => self.connects.push(link),
+                Effect::SendPeer { link, message } => self.to_peer.push_back((link, message)),
+                Effect::SendRank { link, message } => self.orders.push((link, message)),
+                Effect::PullEnded { pull, result } => self.ended.push((pull, *result)),
+                Effect::LeaseClosed { fence, how } => self.closed.push((fence, how)),
+                Effect::RankLost { rank, .. } => self.lost.push(rank),
+                Effect::ClosePeer { .. } | Effect::CloseRank { .. } | Effect::Ready(_) => {}
+                Effect::JoinRefused(error) => panic!("{error}"),
+            }
+        }
+        any
+    }
+
+    /// The pull orders that each rank got.
+    fn pulls(&self) -> BTreeMap<RankLinkId, PullOrder> {
+        let of = |(link, m): &(RankLinkId, ToRank)| match m {
+            ToRank::Pull(order) => Some((*link, order.clone())),
+            _ => None,
+        };
+        self.orders.iter().filter_map(of).collect()
+    }
+}
+
+/// A producer of four ranks and a consumer of two, one link between them, and one pull.
+struct World {
+    p: Side,
+    d: Side,
+    /// The consumer's and the producer's name for the link.
+    link: Option<(LinkId, LinkId)>,
+    now: Duration,
+    fence: Fence,
+    pull: PullId,
+}
+
+fn is_bind_answer(m: &PeerMessage) -> bool {
+    matches!(m, PeerMessage::BindAnswer(_))
+}
+
+fn is_release_answer(m: &PeerMessage) -> bool {
+    matches!(m, PeerMessage::ReleaseAnswer(_))
+}
+
+impl World {
+    fn new() -> Self {
+        let (mut p, mut d) = (Side::new("p", 1, 4), Side::new("d", 2, 2));
+        let offer = Offer { groups: src_groups(), content_key: key(1) };
+        let fence = p.session.offer(LeaseId::new(77), offer).unwrap();
+        let pull = d.session.pull(wish(&fence), Duration::ZERO);
+        d.take();
+        Self { p, d, link: None, now: Duration::ZERO, fence, pull }
+    }
+
+    fn connect(&mut self) {
+        let ours = self.d.connects.remove(0);
+        let theirs = self.p.session.accept(self.now);
+        self.link = Some((ours, theirs));
+        self.d.session.link_opened(ours, self.now);
+    }
+
+    /// Carries messages both ways until none is left, but for those of a kind: they are lost.
+    fn carry(&mut self, lose: impl Fn(&PeerMessage) -> bool) {
+        loop {
+            let moved = self.p.take() | self.d.take();
+            let Some((ours, theirs)) = self.link else { return };
+            for (_, m) in std::mem::take(&mut self.d.to_peer) {
+                if !lose(&m) {
+                    self.p.session.peer_message(theirs, m, self.now);
+                }
+            }
+            for (_, m) in std::mem::take(&mut self.p.to_peer) {
+                if !lose(&m) {
+                    self.d.session.peer_message(ours, m, self.now);
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    fn say(&mut self, rank: usize, result: Result<RankReport, RankFault>) {
+        let message = FromRank::Pulled { pull: self.pull, result };
+        self.d.session.rank_message(self.d.rank_links[rank], message, self.now);
+    }
+
+    fn all_read(&mut self) {
+        self.say(0, report(&[0, 1]));
+        self.say(1, report(&[2, 3]));
+    }
+
+    /// Lets ranks stop where they were told to, and time pass.
+    fn settle(&mut self) {
+        for _ in 0..3 {
+            self.carry(|_| false);
+            for rank in 0..2 {
+                let link = self.d.rank_links[rank];
+                let told = |(l, m): &(RankLinkId, ToRank)| *l == link && matches!(m, ToRank::Cancel(_));
+                if self.d.orders.iter().any(told) {
+                    self.say(rank, Err(fault(Stage::Cancelled, false)));
+                }
+            }
+            self.now += 20 * SECOND;
+            self.d.session.step(self.now);
+            self.p.session.step(self.now);
+        }
+        self.carry(|_| false);
+    }
+
+    fn ended(&self) -> String {
+        match &self.d.ended[..] {
+            [] => "-".into(),
+            [(pull, Ok(_))] if *pull == self.pull => "Delivered".into(),
+            [(pull, Err(failed))] if *pull == self.pull => name(&failed.cause),
+            other => panic!("a request ends once: {other:?}"),
+        }
+    }
+}
+
+fn name(cause: &FailureCause) -> String {
+    format!("{cause:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().into()
+}
+
+fn wish(fence: &Fence) -> PullWish {
+    PullWish {
+        address: "tcp:127.0.0.1:1".into(),
+        fence: fence.clone(),
+        tokens: Tokens::new(TOKENS),
+        groups: dst_groups(),
+        content_key: key(1),
+        assurance: Assurance::Fenced,
+        deadline: DEADLINE,
+    }
+}
+
+fn report(sources: &[u32]) -> Result<RankReport, RankFault> {
+    let source = |&src: &u32| SourceReport {
+        src: RankId::new(src),
+        bytes: Bytes::new(100),
+        rows: 1,
+        descriptors_before: 2,
+        descriptors_after: 1,
+        took: Duration::ZERO,
+    };
+    let sources = sources.iter().map(source).collect();
+    Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, took: Duration::ZERO })
+}
+
+fn fault(stage: Stage, in_doubt: bool) -> RankFault {
+    RankFault { stage, text: "as the test wants".into(), in_doubt, bad: Vec::new() }
+}
+
+const STATES: [&str; 5] = ["Linking", "Asking", "Reading", "Stopping", "Releasing"];
+
+/// A world whose one pull is in a state.
+fn reach(state: &str) -> World {
+    let mut w = World::new();
+    if state == "Linking" {
+        return w;
+    }
+    w.connect();
+    if state == "Asking" {
+        w.carry(is_bind_answer);
+        return w;
+    }
+    w.carry(|_| false);
+    assert_eq!(w.d.pulls().len(), 2, "each rank was ordered to read");
+    match state {
+        "Stopping" => w.d.session.cancel(w.pull, w.now),
+        "Releasing" => {
+            w.all_read();
+            w.carry(is_release_answer);
+        }
+        _ => {}
+    }
+    w.carry(|_| false);
+    w
+}
+
+fn happen(w: &mut World, event: &str) {
+    let (now, pull) = (w.now, w.pull);
+    let link = w.link.map(|(ours, _)| ours).or(w.d.connects.first().copied()).unwrap();
+    match event {
+        "cancel" => w.d.session.cancel(pull, now),
+        "deadline" => {
+            w.now += DEADLINE;
+            w.d.session.step(w.now);
+        }
+        "link lost" => {
+            w.d.session.link_closed(link, "cut", now);
+            if let Some((_, theirs)) = w.link.take() {
+                w.p.session.link_closed(theirs, "cut", now);
+            }
+        }
+        "rank lost" => w.d.session.rank_closed(w.d.rank_links[1], "killed", now),
+        "rank failed" => w.say(1, Err(fault(Stage::Read, false))),
+        "rank not named" => {
+            let message = FromRank::Pulled { pull: PullId(999), result: report(&[0, 1]) };
+            w.d.session.rank_message(w.d.rank_links[0], message, now);
+        }
+        "bound again" | "refused" | "refused, other lease" => {
+            let mut fence = w.fence.clone();
+            if event == "refused, other lease" {
+                fence.lease = LeaseId::new(78);
+            }
+            let answer = if event == "bound again" {
+                let groups = src_groups();
+                BindAnswer::Bound(kvferry_proto::peer::Grant { fence, groups, time_left: None })
+            } else {
+                BindAnswer::Refused { fence, reason: BindRefusal::WrongContent }
+            };
+            // A peer that is not greeted says nothing that counts.
+            w.d.session.peer_message(link, PeerMessage::BindAnswer(answer), now);
+        }
+        "held" | "stale" => {
+            let verdict = if event == "held" { Verdict::Held } else { Verdict::Stale };
+            let answer = ReleaseAnswer { fence: w.fence.clone(), verdict };
+            w.d.session.peer_message(link, PeerMessage::ReleaseAnswer(answer), now);
+        }
+        "shut down" => w.d.session.shut_down(now),
+        other => panic!("no event {other}"),
+    }
+    w.p.take();
+    w.d.take();
+}
+
+/// For each event: what a pull in each state has ended as right after it, and at last.
+#[test]
+fn pull_state_by_event() {
+    let table: [(&str, [(&str, &str); 5]); 12] = [
+        // Linking, Asking, Reading, Stopping (cancelled before), Releasing
+        (
+            "cancel",
+            [
+                ("Cancelled", "Cancelled"),
+                ("Cancelled", "Cancelled"),
+                ("-", "Cancelled"),
+                ("-", "Cancelled"),
+                ("Cancelled", "Cancelled"),
+            ],
+        ),
+        (
+            "deadline",
+            [
+                ("Link", "Link"),
+                ("Deadline", "Deadline"),
+                ("-", "Deadline"),
+                ("Cancelled", "Cancelled"),
+                ("Deadline", "Deadline"),
+            ],
+        ),
+        ("link lost", [("Link", "Link"), ("Link", "Link"), ("-", "Link"), ("-", "Cancelled"), ("Link", "Link")]),
+        (
+            "rank lost",
+            [("RankLost", "RankLost"), ("RankLost", "RankLost"), ("-", "Ranks"), ("-", "Cancelled"), ("-", "Deadline")],
+        ),
+        ("rank failed", [("-", "Link"), ("-", "Deadline"), ("-", "Ranks"), ("-", "Cancelled"), ("-", "Deadline")]),
+        (
+            "rank not named",
+            [("-", "Link"), ("-", "Deadline"), ("-", "Deadline"), ("-", "Cancelled"), ("-", "Deadline")],
+        ),
+        (
+            "bound again",
+            [("Handshake", "Handshake"), ("-", "Deadline"), ("-", "Deadline"), ("-", "Cancelled"), ("-", "Deadline")],
+        ),
+        (
+            "refused",
+            [
+                ("Handshake", "Handshake"),
+                ("Refused", "Refused"),
+                ("-", "Deadline"),
+                ("-", "Cancelled"),
+                ("-", "Deadline"),
+            ],
+        ),
+        (
+            "refused, other lease",
+            [("Handshake", "Handshake"), ("-", "Deadline"), ("-", "Deadline"), ("-", "Cancelled"), ("-", "Deadline")],
+        ),
+        (
+            "held",
+            [
+                ("Handshake", "Handshake"),
+                ("-", "Deadline"),
+                ("-", "Deadline"),
+                ("-", "Cancelled"),
+                ("Delivered", "Delivered"),
+            ],
+        ),
+        (
+            "stale",
+            [("Handshake", "Handshake"), ("-", "Deadline"), ("-", "Deadline"), ("-", "Cancelled"), ("Stale", "Stale")],
+        ),
+        ("shut down", [("Shutdown", "Shutdown"); 5]),
+    ];
+    for (event, columns) in table {
+        for (state, (at_once, at_last)) in STATES.into_iter().zip(columns) {
+            let mut w = reach(state);
+            assert_eq!(w.ended(), "-", "{state}");
+            happen(&mut w, event);
+            assert_eq!(w.ended(), at_once, "{state}, {event}: at once");
+            w.settle();
+            assert_eq!(w.ended(), at_last, "{state}, {event}: at last");
+            assert!(w.p.closed.len() <= 1, "a lease ends once");
+            // A producer that has bound and then says that it has not gets its blocks back when the link ends.
+            if state != "Linking" && (state, event) != ("Asking", "refused") {
+                assert_eq!(w.p.closed.len(), 1, "{state}, {event}: nothing is read any more, so the lease is over");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_way_through_ends_as_delivered_and_frees_the_lease() {
+    let mut w = reach("Reading");
+    for (link, order) in w.d.pulls() {
+        assert_eq!(order.pull, w.pull);
+        assert_eq!(order.request.src, src_groups(), "the producer's blocks, as it offered them");
+        let told = |(l, m): &(RankLinkId, ToRank)| *l == link && matches!(m, ToRank::Peer(_));
+        assert_eq!(w.d.orders.iter().filter(|o| told(o)).count(), 1, "a rank is told of an engine once");
+    }
+    w.say(0, report(&[0, 1]));
+    w.carry(|_| false);
+    assert_eq!((w.ended(), w.p.closed.len()), ("-".into(), 0), "one rank still reads");
+    w.say(1, report(&[2, 3]));
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "Delivered");
+    assert_eq!(w.p.closed, [(w.fence.clone(), Closing::Read)]);
+    // The lease is over for good.
+    let again = w.d.session.pull(wish(&w.fence), w.now);
+    w.carry(|_| false);
+    let last = w.d.ended.last().unwrap();
+    assert_eq!(last.0, again);
+    let cause = &last.1.as_ref().unwrap_err().cause;
+    assert_eq!(*cause, FailureCause::Refused(BindRefusal::UnknownLease));
+}
+
+/// FR-01: a request does not end while a sibling of the failed rank still reads, and all faults are told.
+#[test]
+fn fr_01_a_request_ends_when_the_last_rank_has_stopped() {
+    let mut w = reach("Reading");
+    w.say(0, Err(fault(Stage::Read, false)));
+    w.carry(|_| false);
+    assert_eq!((w.ended(), w.p.closed.len()), ("-".into(), 0));
+    let cancelled = |(l, m): &(RankLinkId, ToRank)| *l == w.d.rank_links[1] && *m == ToRank::Cancel(w.pull);
+    assert!(w.d.orders.iter().any(cancelled), "the sibling is told to stop");
+    w.say(1, report(&[2, 3]));
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "Ranks");
+    let failed = w.d.ended[0].1.as_ref().unwrap_err();
+    assert_eq!(failed.report.faults, [(RankId::new(0), fault(Stage::Read, false))]);
+    assert_eq!(w.p.closed, [(w.fence.clone(), Closing::Abandoned)]);
+}
+
+/// A rank that says that it read other sources than the map names delivers nothing.
+#[test]
+fn other_sources_than_the_named_ones_are_no_delivery() {
+    for sources in [&[2][..], &[2, 3, 0], &[0, 1], &[]] {
+        let mut w = reach("Reading");
+        w.say(0, report(&[0, 1]));
+        w.say(1, report(sources));
+        w.carry(|_| false);
+        assert_eq!(w.ended(), "NotAssured", "{sources:?}");
+        assert_eq!(w.p.closed, [(w.fence.clone(), Closing::Abandoned)]);
+    }
+}
+
+#[test]
+fn ranks_that_do_not_stop_in_time_are_in_doubt() {
+    let mut w = reach("Stopping");
+    w.say(0, Err(fault(Stage::Cancelled, false)));
+    w.now += 2 * SECOND;
+    w.d.session.step(w.now);
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "Cancelled");
+    assert_eq!(w.d.ended[0].1.as_ref().unwrap_err().report.in_doubt, [RankId::new(1)]);
+}
+
+/// HS-10: a hello that comes before our own ranks have joined waits for them.
+#[test]
+fn hs_10_a_hello_before_the_ranks_waits() {
+    let mut d = Side::new("d", 2, 2);
+    let mut p = OwnerSession::new(config("p", 1, 4)).unwrap();
+    let link = p.accept(Duration::ZERO);
+    let fence = kvferry_proto::lease::first_attempt(EngineId::new("p").unwrap(), Epoch::new(1), LeaseId::new(1));
+    d.session.pull(wish(&fence), Duration::ZERO);
+    d.take();
+    let ours = d.connects.remove(0);
+    d.session.link_opened(ours, Duration::ZERO);
+    d.take();
+    let (_, hello) = d.to_peer.pop_front().unwrap();
+    p.peer_message(link, hello, Duration::ZERO);
+    assert!(p.next_effect().is_none(), "no answer yet, and no refusal");
+    let (_, _, manifests) = shape(4);
+    for (rank, manifest) in (0u32..).map(RankId::new).zip(manifests) {
+        let rank_link = p.accept_rank();
+        let engine = EngineId::new("p").unwrap();
+        let join = RankJoin { engine, rank, epoch: Epoch::new(0), manifest, blob: Arc::from([1]) };
+        p.rank_message(rank_link, FromRank::Join(join), Duration::ZERO);
+    }
+    let mut answered = false;
+    while let Some(effect) = p.next_effect() {
+        if let Effect::SendPeer { message, .. } = effect {
+            assert!(matches!(message, PeerMessage::Hello(_)));
+            answered = true;
+        }
+    }
+    assert!(answered);
+    // And it was heard: a bind is answered now, if only by a refusal.
+    let bind = kvferry_proto::peer::Bind { fence, content_key: key(1), salt: 0, peer_map: Digest::from_bytes([0; 32]) };
+    p.peer_message(link, PeerMessage::Bind(bind), Duration::ZERO);
+    assert!(matches!(p.next_effect(), Some(Effect::SendPeer { message: PeerMessage::BindAnswer(_), .. })));
+}
+
+/// RS-01: the producer was restarted at its old address. What its former life offered is stale, and it can be read anew.
+#[test]
+fn rs_01_a_restarted_producer_is_a_new_one() {
+    let mut w = reach("Reading");
+    let before = w.fence.clone();
+    happen(&mut w, "link lost");
+    w.settle();
+    assert_eq!(w.ended(), "Link");
+    w.p = Side::new("p", 100, 4);
+    let stale = w.d.session.pull(wish(&before), w.now);
+    w.d.take();
+    w.connect();
+    w.carry(|_| false);
+    let cause = |w: &World, pull| {
+        let ended = w.d.ended.iter().find(|e| e.0 == pull).unwrap();
+        name(&ended.1.as_ref().unwrap_err().cause)
+    };
+    assert_eq!(cause(&w, stale), "StaleEpoch");
+    let offer = Offer { groups: src_groups(), content_key: key(1) };
+    let fence = w.p.session.offer(LeaseId::new(5), offer).unwrap();
+    w.d.orders.clear();
+    w.pull = w.d.session.pull(wish(&fence), w.now);
+    w.carry(|_| false);
+    w.all_read();
+    w.carry(|_| false);
+    assert!(w.d.ended.iter().any(|(pull, result)| *pull == w.pull && result.is_ok()));
+}
+
+/// SEC-03: messages about leases that the sender has not bound do nothing.
+#[test]
+fn sec_03_another_peers_lease_cannot_be_released_or_digested() {
+    let mut w = reach("Reading");
+    // A third engine, greeted in order.
+    let mut e = Side::new("e", 3, 2);
+    let theirs = w.p.session.accept(w.now);
+    let mut other = wish(&w.fence);
+    other.content_key = key(2);
+    e.session.pull(other, w.now);
+    e.take();
+    let ours = e.connects.remove(0);
+    e.session.link_opened(ours, w.now);
+    for _ in 0..4 {
+        e.take();
+        for (_, m) in std::mem::take(&mut e.to_peer) {
+            w.p.session.peer_message(theirs, m, w.now);
+        }
+        w.p.take();
+        for (link, m) in std::mem::take(&mut w.p.to_peer) {
+            assert_eq!(link, theirs, "nothing is said to the one who reads");
+            e.session.peer_message(ours, m, w.now);
+        }
+    }
+    e.take();
+    let cause = &e.ended[0].1.as_ref().unwrap_err().cause;
+    assert_eq!(*cause, FailureCause::Refused(BindRefusal::AlreadyBound));
+    let release =
+        kvferry_proto::peer::Release { fence: w.fence.clone(), reads: kvferry_proto::peer::ReadsEnd::Complete };
+    w.p.session.peer_message(theirs, PeerMessage::Release(release), w.now);
+    w.p.take();
+    let (_, answer) = w.p.to_peer.pop_front().unwrap();
+    assert!(matches!(answer, PeerMessage::ReleaseAnswer(ReleaseAnswer { verdict: Verdict::Stale, .. })));
+    let digest = kvferry_proto::peer::RunDigest {
+        fence: w.fence.clone(),
+        src: RankId::new(0),
+        dst: RankId::new(0),
+        tokens: Tokens::new(TOKENS),
+        groups: dst_groups(),
+        windows: Vec::new(),
+    };
+    w.p.orders.clear();
+    w.p.session.peer_message(theirs, PeerMessage::RunDigest(digest), w.now);
+    w.p.take();
+    assert!(w.p.orders.is_empty(), "no rank digests for it");
+    w.p.to_peer.clear();
+    // The one who has bound it is none the worse.
+    w.all_read();
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "Delivered");
+}

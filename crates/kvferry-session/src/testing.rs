@@ -1,0 +1,54 @@
+//! Two small engines for this crate's tests: a model of two items, tensor parallel, blocks of 16 tokens.
+
+use std::sync::Arc;
+
+use kvferry_geometry::layout::LayoutStyle;
+use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
+use kvferry_geometry::placement::{HeadRule, Parallelism};
+use kvferry_geometry::request::{BlockTable, DstGroup, SrcGroup, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::units::{BlockId, ItemId, Name, TokenRange, Tokens};
+
+/// Tokens of every request.
+pub(crate) const TOKENS: u64 = 40;
+/// Bytes of one token over both items and all heads.
+pub(crate) const TOKEN_BYTES: u64 = 2 * 4 * 2 * 32;
+
+/// A description of an engine of `tp` ranks.
+pub(crate) fn shape(tp: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
+    let item = |name: &str| {
+        let components = vec![Component::new("k", 32, "bf16"), Component::new("v", 32, "bf16")];
+        Item::paged(name, PagedItem { heads: 4, components, retention: Retention::Full })
+    };
+    let spec = ModelSpec::new(vec![item("layer.0"), item("layer.1")]).unwrap();
+    let ids = [ItemId::new(0), ItemId::new(1)];
+    let group = CacheGroup { name: Name::new("all"), items: ids.to_vec(), block_tokens: Tokens::new(16) };
+    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_| HeadRule::Split).unwrap();
+    let rank = |placement| {
+        let layout = LayoutStyle::NHD.build(&spec, &placement, &[(&ids[..], 16, 8)]).unwrap();
+        RankManifest { placement, layout }
+    };
+    let ranks = placed.into_iter().map(rank).collect();
+    (spec, vec![group], ranks)
+}
+
+/// Its manifest.
+pub(crate) fn manifest(tp: u32) -> Arc<Manifest> {
+    let (spec, groups, ranks) = shape(tp);
+    Arc::new(Manifest::new(spec, groups, ranks).unwrap())
+}
+
+fn table(ids: &[u32]) -> BlockTable {
+    BlockTable::new(0, &ids.iter().map(|&id| BlockId::new(id)).collect::<Vec<_>>())
+}
+
+/// What the producer lists.
+pub(crate) fn src_groups() -> Vec<SrcGroup> {
+    let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
+    vec![SrcGroup { table: table(&[3, 0, 6]), held, tail: Tail::Exact }]
+}
+
+/// What the consumer lists.
+pub(crate) fn dst_groups() -> Vec<DstGroup> {
+    vec![DstGroup { table: table(&[7, 2, 1]), cached: Tokens::ZERO }]
+}
