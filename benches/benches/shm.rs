@@ -147,35 +147,78 @@ fn number(name: &str, default: usize) -> usize {
 
 const RUNS: [(usize, &str); 4] = [(4 << 10, "4 KiB"), (16 << 10, "16 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB")];
 
+/// CPU time of this process so far, all threads.
+fn cpu() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap(), u32::try_from(now.tv_nsec).unwrap())
+}
+
+/// Wall and CPU time of each round.
+#[derive(Default)]
+struct Column {
+    wall: Vec<Duration>,
+    cpu: Vec<Duration>,
+}
+
+impl Column {
+    fn measure(&mut self, counts: bool, once: impl FnOnce() -> Duration) {
+        let before = cpu();
+        let wall = once();
+        if counts {
+            self.wall.push(wall);
+            self.cpu.push(cpu() - before);
+        }
+    }
+
+    /// Bytes per second of wall time, and per second of CPU time.
+    fn rates(self, total: usize) -> (f64, f64) {
+        (total as f64 / median(self.wall) / 1e9, total as f64 / median(self.cpu) / 1e9)
+    }
+}
+
+fn table(total: usize, rounds: usize, src: &Region, dst: &Region, plain: &Region) {
+    println!("{} MiB an operation, scattered; medians of {rounds} alternating rounds, GB/s of wall time", total >> 20);
+    println!("(cpu: the ratio by CPU time of all threads, which other load on the machine disturbs less)");
+    println!("threads      run   memcpy      shm  ratio    cpu | process_vm  ratio    cpu");
+    for threads in [1, 2] {
+        let (mut mapped, mut copied) = (Lane::new(src, dst, threads), Lane::new(plain, dst, threads));
+        for (run, name) in RUNS {
+            let work = Work::new(total, run);
+            let [mut memcpy, mut shm, mut vm] = [Column::default(), Column::default(), Column::default()];
+            for round in 0..=rounds {
+                // The first round touches what is touched for the first time.
+                let counts = round > 0;
+                memcpy.measure(counts, || work.memcpy(src, dst, threads));
+                shm.measure(counts, || mapped.read(&work));
+                vm.measure(counts, || copied.read(&work));
+            }
+            let [memcpy, shm, vm] = [memcpy, shm, vm].map(|column| column.rates(total));
+            println!(
+                "{threads:7} {name:>8} {:8.2} {:8.2}  {:5.2}  {:5.2} | {:10.2}  {:5.2}  {:5.2}",
+                memcpy.0,
+                shm.0,
+                shm.0 / memcpy.0,
+                shm.1 / memcpy.1,
+                vm.0,
+                vm.0 / memcpy.0,
+                vm.1 / memcpy.1
+            );
+        }
+    }
+}
+
 fn main() {
-    let total = number("KVFERRY_BENCH_MIB", 256) << 20;
+    let benched = std::env::args().any(|arg| arg == "--bench");
+    let total = number("KVFERRY_BENCH_MIB", if benched { 256 } else { 8 }) << 20;
     let rounds = number("KVFERRY_BENCH_ROUNDS", 15);
     let (src, dst, plain) = (memfd_region(total), memfd_region(total), Region::zeroed(total).unwrap());
     for region in [&src, &dst, &plain] {
         region.fill(0, total as u64, 1).unwrap();
     }
 
-    println!("{} MiB an operation, scattered; medians of {rounds} alternating rounds, GB/s", total >> 20);
-    println!("threads      run   memcpy      shm  ratio | process_vm  ratio");
-    for threads in [1, 2] {
-        let (mut mapped, mut copied) = (Lane::new(&src, &dst, threads), Lane::new(&plain, &dst, threads));
-        for (run, name) in RUNS {
-            let work = Work::new(total, run);
-            let mut times: [Vec<Duration>; 3] = Default::default();
-            for round in 0..=rounds {
-                let took = [work.memcpy(&src, &dst, threads), mapped.read(&work), copied.read(&work)];
-                // The first round touches what is touched for the first time.
-                if round > 0 {
-                    times.iter_mut().zip(took).for_each(|(all, took)| all.push(took));
-                }
-            }
-            let [memcpy, shm, vm] = times.map(|t| total as f64 / median(t) / 1e9);
-            println!(
-                "{threads:7} {name:>8} {memcpy:8.2} {shm:8.2}  {:5.2} | {vm:10.2}  {:5.2}",
-                shm / memcpy,
-                vm / memcpy
-            );
-        }
+    // Without `--bench` (as `cargo test` runs it) criterion does everything once, and there is no table.
+    if benched {
+        table(total, rounds, &src, &dst, &plain);
     }
 
     let mut criterion = Criterion::default().configure_from_args();
