@@ -18,6 +18,37 @@ fn every_byte_of_the_destination_is_right() {
     });
 }
 
+/// All ways in which a plan can be made occur, so that all of them are held to the oracle.
+#[test]
+fn random_plans_are_of_every_kind() {
+    let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
+    for case in sample(8, 400) {
+        let plan = case.plan().unwrap();
+        for (src, dst, batch) in &plan.batches {
+            let pair = PairPlan::new(&plan.compatible, &plan.peers, *src, *dst).unwrap();
+            let mut note = |name, yes| *counts.entry(name).or_default() += u32::from(yes);
+            for class in pair.classes() {
+                let moved = plan.bound.moves().iter().find(|m| (m.src_group, m.dst_group) == class.groups()).unwrap();
+                let (start, end) = (moved.range.start().get(), moved.range.end().get());
+                let whole = |p: Tokens| start.div_ceil(p.get()) < end / p.get();
+                note("no period", class.period().is_none());
+                note("whole periods", class.period().is_some_and(whole));
+                note("whole periods of several phases", class.period().is_some_and(whole) && class.phases().len() > 1);
+                note("loops over tokens", class.phases().any(|p| !p.loops.is_empty()));
+                note("two loops over tokens", class.phases().any(|p| p.loops.len() == 2));
+                note("classes of several items", class.items().len() > 1);
+            }
+            let parts = || batch.sections().iter().flat_map(|s| &s.parts);
+            note("runs of pairs", parts().any(|p| p.pairs.iter().any(|r| r.count > 1)));
+            note("runs of pairs by steps", parts().any(|p| p.src_step > 1 && p.pairs.iter().any(|r| r.count > 1)));
+            note("three loops", parts().any(|p| p.nest.dims.len() >= 3));
+            note("several sources", plan.peers.sources_of(*dst).count() > 1);
+        }
+    }
+    println!("{counts:#?}");
+    assert!(counts.values().all(|&n| n >= 10), "{counts:#?}");
+}
+
 /// Who reads from whom is told as named sets, the same on both engines, and nobody else exchanges a byte.
 #[test]
 fn peers_are_named_sets() {

@@ -16,7 +16,7 @@ use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_oracle::{DstTable, Execution, Expansion, SrcTable, Table, Transfer, Verdict, unusual};
 
-use super::engine::{Draft, Engine, RefusedDraft};
+use super::engine::{Draft, Engine, Kin, RefusedDraft};
 use super::{Choices, random_items, small};
 
 /// Bytes of both engines' tokens together, more or less: what keeps a case fast.
@@ -48,8 +48,15 @@ impl Case {
     #[must_use]
     pub fn new(c: &mut Choices) -> Self {
         let items = random_items(c);
-        let (src_draft, mut refused) = Draft::random(c, &items, None);
-        let (dst_draft, more) = Draft::random(c, &items, Some(&src_draft));
+        let kin = c.below(100);
+        let src_kin = if kin >= 95 { Kin::Prime(4) } else { Kin::None };
+        let (src_draft, mut refused) = Draft::random(c, &items, src_kin);
+        let dst_kin = match kin {
+            95.. => Kin::Prime(3),
+            60.. => Kin::Like(&src_draft),
+            _ => Kin::None,
+        };
+        let (dst_draft, more) = Draft::random(c, &items, dst_kin);
         refused.extend(more);
         let bytes = src_draft.bytes_per_token() + dst_draft.bytes_per_token();
         let most = (BUDGET / bytes.max(1)).clamp(20, 260);
@@ -112,7 +119,9 @@ impl Case {
     /// The planner's refusal, in words: always a finding, since a case is valid.
     pub fn plan(&self) -> Result<Plan, String> {
         let compatible = Compatible::new(self.src.clone(), self.dst.clone()).map_err(|e| e.to_string())?;
-        let peers = PeerMap::new(&compatible, self.salt).map_err(|e| e.to_string())?;
+        // A third of the maps know distances.
+        let far = |src: RankId, dst: RankId| if self.salt % 3 == 2 { (src.get() * 5 + dst.get() * 3) % 4 } else { 0 };
+        let peers = PeerMap::with_distance(&compatible, self.salt, far).map_err(|e| e.to_string())?;
         let bound = BoundRequest::new(&compatible, self.request()).map_err(|e| e.to_string())?;
         let mut batches = Vec::new();
         for pair in peers.pairs() {

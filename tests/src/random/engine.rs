@@ -32,6 +32,17 @@ pub struct Draft {
     layout: Choices,
 }
 
+/// How an engine takes after the other one of its case.
+#[derive(Clone, Copy, Debug)]
+pub enum Kin<'a> {
+    /// Not at all.
+    None,
+    /// It has the other's memory layout and block sizes: engines alike are where the most can be merged.
+    Like(&'a Draft),
+    /// So many PCP ranks deal tokens one by one, in blocks of a prime: no short period is common with the other.
+    Prime(u32),
+}
+
 /// A placement that leaves out bytes, so that no manifest can be made of it.
 #[derive(Clone, Debug)]
 pub struct RefusedDraft {
@@ -54,9 +65,7 @@ pub struct Engine {
 
 impl Draft {
     /// A random engine for the items. Drafts that leave bytes out are repaired; they are given back too.
-    ///
-    /// Now and then it has the memory and block sizes of `other`: engines alike are where the most can be merged.
-    pub fn random(c: &mut Choices, items: &[Item], other: Option<&Self>) -> (Self, Vec<RefusedDraft>) {
+    pub fn random(c: &mut Choices, items: &[Item], kin: Kin<'_>) -> (Self, Vec<RefusedDraft>) {
         let mut items = items.to_vec();
         let mut order = c.fork();
         order.shuffle(&mut items);
@@ -66,33 +75,35 @@ impl Draft {
         }
         let spec = ModelSpec::new(items).expect("a sound model");
         let groups = random_groups(c, &spec);
-        let other = other.filter(|_| c.chance(35));
-        let (mut draft, refused) = if c.chance(20) {
+        let (mut draft, refused) = if !matches!(kin, Kin::Prime(_)) && c.chance(20) {
             (Self::by_hand(c, spec, groups), Vec::new())
         } else {
-            Self::parallel(c, spec, groups, other)
+            Self::parallel(c, spec, groups, kin)
         };
-        if let Some(other) = other {
+        if let Kin::Like(other) = kin {
             draft.sharing = other.sharing;
             draft.layout = other.layout.clone();
         }
         (draft, refused)
     }
 
-    fn parallel(
-        c: &mut Choices,
-        spec: ModelSpec,
-        groups: Vec<Vec<ItemId>>,
-        other: Option<&Self>,
-    ) -> (Self, Vec<RefusedDraft>) {
-        let tp: u32 = c.pick(&[1, 2, 4, 3, 8, 6, 5, 7]);
+    fn parallel(c: &mut Choices, spec: ModelSpec, groups: Vec<Vec<ItemId>>, kin: Kin<'_>) -> (Self, Vec<RefusedDraft>) {
+        let prime = if let Kin::Prime(n) = kin { Some(n) } else { None };
+        let tp: u32 = if prime.is_some() { c.pick(&[1, 2, 4]) } else { c.pick(&[1, 2, 4, 3, 8, 6, 5, 7]) };
         let divisors: Vec<u32> = (1..=4).filter(|d| tp.is_multiple_of(*d)).collect();
         let dcp = if c.chance(40) { c.pick(&divisors) } else { 1 };
         let left = MAX_RANKS / u64::from(tp);
-        let pcp = if c.chance(30) { small(c.within(1, left.min(4))) } else { 1 };
-        let pcp_mode = c.pick(&[PcpMode::Shard, PcpMode::Replicate]);
+        let pcp = if let Some(n) = prime {
+            n
+        } else if c.chance(30) {
+            small(c.within(1, left.min(4)))
+        } else {
+            1
+        };
+        let modes = [PcpMode::Shard, PcpMode::Replicate];
+        let pcp_mode = c.pick(if prime.is_some() { &modes[..1] } else { &modes });
         let pp = if c.chance(50) { c.within(1, (left / u64::from(pcp)).min(4)) } else { 1 };
-        let interleave = c.pick(&[1, 2, 4, 3, 8, 5, 16, 12]);
+        let interleave = if prime.is_some() { 1 } else { c.pick(&[1, 2, 4, 3, 8, 5, 16, 12]) };
         let mut stages = random_stages(c, &spec, pp);
         let mut rules: Vec<HeadRule> = Vec::new();
         for _ in spec.items() {
@@ -104,7 +115,10 @@ impl Draft {
         let sizes = ParallelSizes { tp, dcp, pcp, pcp_mode, interleave };
         let dealt = if sizes.context() == 1 { 1 } else { interleave };
         let mut block_sizes: Vec<u32> = groups.iter().map(|_| random_block_size(c, dealt)).collect();
-        if let Some(same) = other.map(|o| small(o.groups[0].block_tokens.get()))
+        if let Some(n) = prime {
+            block_sizes.fill(if n == 3 { 19 } else { 23 });
+        } else if let Kin::Like(other) = kin
+            && let same = small(other.groups[0].block_tokens.get())
             && same.is_multiple_of(sizes.context() * dealt)
         {
             block_sizes.fill(same / sizes.context());

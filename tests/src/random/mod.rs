@@ -16,7 +16,7 @@ mod runner;
 
 pub use case::{Case, Outcome, Plan};
 pub use choices::Choices;
-pub use engine::{Draft, Engine, RefusedDraft};
+pub use engine::{Draft, Engine, Kin, RefusedDraft};
 pub use model::random_items;
 pub use runner::{cases, check_cases, run_case, sample, seed};
 
