@@ -27,7 +27,7 @@ use crew::Crew;
 use link::{Answer, Order};
 pub(crate) use rank::{RankArgs, run as run_rank};
 use report::{Round, Summary, size};
-use scenario::{Role, Scenario};
+use scenario::{Engines, Role, Scenario};
 
 /// How long all ranks may take to fill their memory and join.
 const JOIN: Duration = Duration::from_secs(300);
@@ -35,8 +35,11 @@ const JOIN: Duration = Duration::from_secs(300);
 const DEADLINE: Duration = Duration::from_secs(300);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let scenario = Arc::new(Scenario::new(args)?);
-    let wanted = check(args, &scenario)?;
+    let engines = Engines::new(args)?;
+    let wanted = engines.memory();
+    check_memory(args, wanted)?;
+    let scenario = Arc::new(Scenario::with(engines, args));
+    check_plan(&scenario)?;
     let say = |text: String| {
         if !args.json {
             println!("{text}");
@@ -76,16 +79,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(if summary.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Everything that can be known before anything is started: whether the engines can talk, whether the requests fit, and
-/// whether the machine is large enough. Gives the memory that will be used.
-fn check(args: &Args, scenario: &Scenario) -> anyhow::Result<u64> {
-    let (src, dst) = (&scenario.prefill.manifest, &scenario.decode.manifest);
-    let compatible = Compatible::new(Arc::clone(src), Arc::clone(dst)).context("the two engines cannot talk")?;
-    PeerMap::new(&compatible, 0).context("the two engines cannot talk")?;
-    for request in 0..scenario.requests.len() {
-        BoundRequest::new(&compatible, scenario.request(request))?;
-    }
-    let wanted = scenario.memory();
+/// Whether the machine is large enough.
+fn check_memory(args: &Args, wanted: u64) -> anyhow::Result<()> {
     let available = kvferry_memory::available::available_memory().map_or(u64::MAX, kvferry_geometry::units::Bytes::get);
     if wanted > available / 10 * 9 {
         bail!(
@@ -95,7 +90,18 @@ fn check(args: &Args, scenario: &Scenario) -> anyhow::Result<u64> {
             args.layers.map_or("all".to_owned(), |n| n.to_string()),
         );
     }
-    Ok(wanted)
+    Ok(())
+}
+
+/// Whether the engines can talk and the requests fit them, before anything is started.
+fn check_plan(scenario: &Scenario) -> anyhow::Result<()> {
+    let (src, dst) = (&scenario.prefill.manifest, &scenario.decode.manifest);
+    let compatible = Compatible::new(Arc::clone(src), Arc::clone(dst)).context("the two engines cannot talk")?;
+    PeerMap::new(&compatible, 0).context("the two engines cannot talk")?;
+    for request in 0..scenario.requests.len() {
+        BoundRequest::new(&compatible, scenario.request(request))?;
+    }
+    Ok(())
 }
 
 async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> anyhow::Result<Summary> {

@@ -171,7 +171,8 @@ impl ItemAt<'_> {
             for entry in 0..block_size {
                 let token = self.token_at(position * block_size + entry);
                 let computed = (start..scenario.tokens).contains(&token);
-                if !computed && !(zeroes && token >= scenario.tokens) {
+                let zeroed = zeroes && token >= scenario.tokens;
+                if !(computed || zeroed) {
                     continue;
                 }
                 for head in self.placement.heads.start()..self.placement.heads.end() {

@@ -62,8 +62,16 @@ pub(crate) struct Scenario {
     pub(crate) requests: Vec<Blocks>,
 }
 
-impl Scenario {
-    /// Builds both engines with as many blocks as the requests need and some to spare.
+/// The two engines, before any request.
+#[derive(Clone, Debug)]
+pub(crate) struct Engines {
+    model: String,
+    pub(crate) prefill: Engine,
+    pub(crate) decode: Engine,
+}
+
+impl Engines {
+    /// Describes both engines with as many blocks as the requests need and some to spare.
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
         if args.prefix_hit > args.tokens {
             bail!("--prefix-hit {} is more than --tokens {}", args.prefix_hit, args.tokens);
@@ -73,11 +81,33 @@ impl Scenario {
             .context("the prefill engine")?;
         let decode = engine(args, &model, Role::Decode, args.decode, args.decode_block, args.decode_layout.1)
             .context("the decode engine")?;
+        Ok(Self { model: model.name().to_owned(), prefill, decode })
+    }
+
+    /// Bytes of memory that both engines need; the yardstick takes as much as the largest prefill rank for every decode
+    /// rank.
+    pub(crate) fn memory(&self) -> u64 {
+        let of_rank = |e: &Engine, rank| e.manifest.region_lens(rank).iter().map(|l| l.get()).sum::<u64>();
+        let of_engine = |e: &Engine| e.ranks().map(|r| of_rank(e, r)).fold(0, u64::saturating_add);
+        let largest = self.prefill.ranks().map(|r| of_rank(&self.prefill, r)).max().unwrap_or(0);
+        let yardstick = largest.saturating_mul(self.decode.ranks().count() as u64);
+        of_engine(&self.prefill).saturating_add(of_engine(&self.decode)).saturating_add(yardstick)
+    }
+}
+
+impl Scenario {
+    /// The engines and their requests.
+    pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
+        Ok(Self::with(Engines::new(args)?, args))
+    }
+
+    /// Adds the requests to engines.
+    pub(crate) fn with(engines: Engines, args: &Args) -> Self {
+        let Engines { model, prefill, decode } = engines;
         let src = all_blocks(&prefill.manifest, args);
         let dst = all_blocks(&decode.manifest, args);
         let requests = src.into_iter().zip(dst).map(|(src, dst)| Blocks { src, dst }).collect();
-        let cached = args.prefix_hit;
-        Ok(Self { model: model.name().to_owned(), prefill, decode, tokens: args.tokens, cached, requests })
+        Self { model, prefill, decode, tokens: args.tokens, cached: args.prefix_hit, requests }
     }
 
     pub(crate) fn engine(&self, role: Role) -> &Engine {
@@ -110,17 +140,6 @@ impl Scenario {
     /// Both sides of a request, for the planner.
     pub(crate) fn request(&self, request: usize) -> Request {
         Request { tokens: Tokens::new(self.tokens), src: self.src_groups(request), dst: self.dst_groups(request) }
-    }
-
-    /// Bytes of memory that all ranks of both engines need, checking included: a rank is checked against an image of its
-    /// largest region.
-    pub(crate) fn memory(&self) -> u64 {
-        let of_rank = |m: &Manifest, rank| {
-            let lens = m.region_lens(rank);
-            lens.iter().map(|l| l.get()).sum::<u64>() + lens.iter().map(|l| l.get()).max().unwrap_or(0)
-        };
-        let of_engine = |e: &Engine| e.ranks().map(|r| of_rank(&e.manifest, r)).sum::<u64>();
-        of_engine(&self.prefill) + of_engine(&self.decode)
     }
 }
 

@@ -1,0 +1,156 @@
+//! The demo as users run it, on small caches: the shapes it promises, and what it leaves behind when it is stopped.
+#![allow(clippy::unwrap_used, reason = "a test whose process cannot be started has failed")]
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+fn demo(args: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    command.arg("demo").args(args.split_whitespace());
+    command
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// Runs a shape and checks its last line; gives the summary.
+fn proven(args: &str) -> serde_json::Value {
+    let output = demo(&format!("{args} --requests 2 --json")).output().unwrap();
+    assert!(output.status.success(), "{args}:\n{}", text(&output));
+    let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&summary["wrong"], &summary["outside"]), (&0.into(), &0.into()), "{args}");
+    let (moved, zeroed) = (summary["bytes"].as_u64().unwrap(), summary["zeroed"].as_u64().unwrap());
+    assert_eq!(summary["verified"].as_u64().unwrap(), moved + zeroed, "{args}");
+    assert!(moved > 0, "{args}");
+    summary
+}
+
+#[test]
+fn every_promised_shape_is_proven() {
+    let llama = "--layers 2 --tokens 200";
+    let kv = 2 * 200 * 2 * 4096;
+    for (args, bytes) in [
+        (llama.to_string(), kv),
+        (format!("{llama} --decode tp=8"), kv),
+        (format!("{llama} --prefill tp=6 --decode tp=4"), kv),
+        (format!("{llama} --prefill tp=2,pp=2 --decode tp=1,pp=2"), kv),
+        (format!("{llama} --prefill tp=2,pcp=2,pcp_mode=shard --decode tp=2"), kv),
+        (format!("{llama} --prefill tp=2,pcp=2,pcp_mode=replicate --decode tp=2"), kv),
+        (format!("{llama} --prefill-block 16 --decode-block 64"), kv),
+        (format!("{llama} --prefill-block 48 --decode-block 32"), kv),
+        (format!("{llama} --prefill-layout hnd --decode-layout nhd"), kv),
+        (format!("{llama} --prefill-layout packed-rows --decode-layout planes"), kv),
+        (format!("{llama} --prefix-hit 37"), kv / 200 * (200 - 37)),
+        (format!("{llama} --transport mem"), kv),
+        // Four heads on eight ranks: each is held twice and read once.
+        ("--model qwen3-235b-a22b --layers 2 --tokens 100 --prefill tp=8 --decode tp=4".into(), 2 * 100 * 2 * 2048),
+        (
+            "--model qwen3-235b-a22b --layers 2 --tokens 100 --prefill tp=8,dcp=2 --decode tp=2".into(),
+            2 * 100 * 2 * 2048,
+        ),
+        // A latent is on every decode rank.
+        ("--model deepseek-v3 --layers 2 --tokens 100 --prefill tp=4 --decode tp=2".into(), 2 * 2 * 100 * 2 * 1152),
+        (
+            "--model deepseek-v3 --layers 2 --tokens 100 --prefill tp=2,dcp=2 --decode tp=4".into(),
+            4 * 2 * 100 * 2 * 1152,
+        ),
+        // Sliding windows of 1,024 in five of six layers; the sixth keeps all.
+        (
+            "--model gemma-3-27b-it --layers 6 --tokens 1500 --prefill tp=4 --decode tp=2".into(),
+            2 * (5 * 1023 + 1500) * 8192,
+        ),
+    ] {
+        assert_eq!(proven(&args)["bytes"].as_u64(), Some(bytes), "{args}");
+    }
+}
+
+#[test]
+fn what_cannot_work_is_refused_before_anything_starts() {
+    for (args, expected) in [
+        ("--prefill tp=2,dcp=2 --decode tp=2", "no rank holds heads [0, 4) of tokens [1, 2)"),
+        ("--tokens 1000000 --requests 1000", "of memory, and the machine has"),
+        ("--prefix-hit 3000", "--prefix-hit 3000 is more than --tokens 2048"),
+        ("--model nemotron-h-56b", "mamba2"),
+        ("--model no-such-model", "no-such-model"),
+        ("--prefill tp=0", "tp"),
+    ] {
+        let output = demo(args).output().unwrap();
+        assert!(!output.status.success() && text(&output).contains(expected), "{args}:\n{}", text(&output));
+        assert!(!text(&output).contains("filling caches"), "{args}");
+    }
+}
+
+/// A full hit moves nothing, and says so.
+#[test]
+fn a_full_hit_moves_nothing() {
+    let output = demo("--layers 2 --tokens 100 --prefix-hit 100 --requests 1").output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("verified 0 bytes on 2 ranks, 0 wrong, 0 touched outside"), "{}", text(&output));
+}
+
+/// Starts a demo that is large enough to be met in the middle, waits until its ranks have joined, and gives their pids.
+fn started() -> (Child, Vec<Pid>, BufReader<std::process::ChildStdout>) {
+    let mut child = demo("--layers 8 --requests 8").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("all ranks ready") {
+        line.clear();
+        assert!(out.read_line(&mut line).unwrap() > 0, "the demo ended before its ranks were ready");
+    }
+    let ranks = children(child.id());
+    assert_eq!(ranks.len(), 10, "a process for each rank");
+    (child, ranks, out)
+}
+
+fn children(parent: u32) -> Vec<Pid> {
+    let list = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+    let mut all: Vec<i32> = list.split_whitespace().map(|p| p.parse().unwrap()).collect();
+    // Ranks may have been started by any of its threads.
+    for task in std::fs::read_dir(format!("/proc/{parent}/task")).unwrap().flatten() {
+        let list = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        all.extend(list.split_whitespace().map(|p| p.parse::<i32>().unwrap()));
+    }
+    all.sort_unstable();
+    all.dedup();
+    all.into_iter().filter_map(Pid::from_raw).collect()
+}
+
+fn all_gone(ranks: &[Pid]) {
+    let start = Instant::now();
+    let alive = |pid: &Pid| {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+        // A zombie that its parent has yet to reap has no memory any more.
+        !stat.is_empty() && !stat.rsplit(") ").next().unwrap_or_default().starts_with('Z')
+    };
+    while ranks.iter().any(alive) {
+        assert!(start.elapsed() < Duration::from_secs(20), "ranks were left behind");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_killed_rank_fails_the_demo_and_leaves_nothing() {
+    let (mut child, ranks, _out) = started();
+    kill_process(ranks[3], Signal::KILL).unwrap();
+    let mut errors = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
+    assert!(!child.wait().unwrap().success());
+    assert!(errors.contains("error:") && !errors.contains("panicked"), "{errors}");
+    all_gone(&ranks);
+}
+
+#[test]
+fn an_interrupted_demo_leaves_nothing() {
+    for signal in [Signal::INT, Signal::TERM, Signal::KILL] {
+        let (mut child, ranks, _out) = started();
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert!(!child.wait().unwrap().success());
+        all_gone(&ranks);
+    }
+    let left: Vec<_> = std::fs::read_dir("/dev/shm").map(|d| d.flatten().collect()).unwrap_or_default();
+    assert!(!left.iter().any(|f: &std::fs::DirEntry| f.file_name().to_string_lossy().contains("kvferry")), "{left:?}");
+}
