@@ -58,6 +58,8 @@ struct Misc {
     next_op: u64,
     buffer: Box<[u8]>,
     kernel: Arc<dyn Kernel>,
+    /// The driver's time of the last step.
+    now: Duration,
 }
 
 /// A connection and the operations on it that have not begun.
@@ -81,7 +83,8 @@ struct Op {
 
 enum Stage {
     Waiting,
-    Running(Arc<Job>),
+    /// On the copy threads, since that time.
+    Running(Arc<Job>, Duration),
     /// The bytes are moved; the notification waits for room.
     Notifying(Stats),
 }
@@ -143,7 +146,7 @@ impl ShmTransport {
             links: BTreeMap::new(),
             ops: BTreeMap::new(),
             events: VecDeque::new(),
-            misc: Misc { next_peer: 0, next_op: 0, buffer: vec![0; MAX_FRAME].into(), kernel },
+            misc: Misc { next_peer: 0, next_op: 0, buffer: vec![0; MAX_FRAME].into(), kernel, now: Duration::ZERO },
             config,
         })
     }
@@ -217,7 +220,7 @@ impl ShmTransport {
         let mut ended = Vec::new();
         for (op, state) in self.ops.iter().filter(|(_, op)| op.submission.peer == id) {
             match &state.stage {
-                Stage::Running(job) => job.stop(),
+                Stage::Running(job, _) => job.stop(),
                 Stage::Waiting | Stage::Notifying(_) => ended.push(*op),
             }
         }
@@ -259,6 +262,9 @@ impl ShmTransport {
             // this a success: what a peer that died had in mind for them is not known.
             (_, End::Moved(_)) if peer.link.is_gone() => Some(TransferError::PeerLost(LostCause::Gone)),
             (_, End::Moved(stats)) => {
+                if let Stage::Running(_, since) = op.stage {
+                    peer.link.measure(stats, self.misc.now.saturating_sub(since));
+                }
                 match op.submission.notify.take() {
                     Some(payload) => {
                         op.stage = Stage::Notifying(stats);
@@ -343,7 +349,7 @@ impl ShmTransport {
         match job {
             Some((job, shares)) => {
                 self.crew.add(&job, shares);
-                op.stage = Stage::Running(job);
+                op.stage = Stage::Running(job, self.misc.now);
             }
             None => {
                 let reason = "internal error of the shm backend: a region changed under an operation".to_owned();
@@ -477,7 +483,7 @@ impl Transport for ShmTransport {
     fn cancel(&mut self, id: OpId) -> Result<(), UnknownOp> {
         let op = self.ops.get(&id).ok_or(UnknownOp(id))?;
         match &op.stage {
-            Stage::Running(job) => {
+            Stage::Running(job, _) => {
                 job.stop();
                 return Ok(());
             }
@@ -497,6 +503,7 @@ impl Transport for ShmTransport {
     }
 
     fn step(&mut self, now: Duration) -> Option<Duration> {
+        self.misc.now = now;
         let ready = self.poller.look();
         let more = ready.len() == LOOK;
         for source in ready {
@@ -548,7 +555,7 @@ impl Transport for ShmTransport {
 impl Drop for ShmTransport {
     fn drop(&mut self) {
         for op in self.ops.values() {
-            if let Stage::Running(job) = &op.stage {
+            if let Stage::Running(job, _) = &op.stage {
                 job.stop();
             }
         }

@@ -26,6 +26,8 @@
 //!   that a peer has stopped is the end of its process.
 //! - **Bounded.** Frames, texts, guests, mappings and waiting notifications have limits; nothing is allocated from a number
 //!   that a peer announces.
+//! - **Told truly**: [`PeerInfo::lane`](kvferry_transport::PeerInfo) says which way a peer's regions are reached, whether the
+//!   kernel lets us, and the best rate and shortest time that operations on this connection have shown.
 //! - **Idle** endpoints sleep: the wake descriptor is an epoll descriptor over everything waited for.
 //!
 //! # What it is not

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_transport::blob::Blob;
-use kvferry_transport::{EndpointId, Lane, LaneKind, LostCause, OpId, PeerId, PeerInfo, TransferError};
+use kvferry_transport::{
+    EndpointId, Lane, LaneKind, LostCause, Measured, OpId, PeerId, PeerInfo, Stats, TransferError,
+};
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, pidfd_open};
 
@@ -157,6 +159,18 @@ impl Link {
         &self.info
     }
 
+    /// Takes the time of an operation that succeeded into what is told of the lane: the best rate and the shortest time so far.
+    #[allow(clippy::cast_precision_loss, reason = "a rate for people and policies")]
+    pub(crate) fn measure(&mut self, stats: Stats, took: Duration) {
+        if took.is_zero() || stats.bytes == Bytes::ZERO {
+            return;
+        }
+        let rate = stats.bytes.get() as f64 / took.as_secs_f64();
+        let best = self.info.lane.measured.get_or_insert(Measured { bytes_per_second: rate, per_operation: took });
+        best.bytes_per_second = best.bytes_per_second.max(rate);
+        best.per_operation = best.per_operation.min(took);
+    }
+
     /// Dials and greets. `Errno::AGAIN` is no failure: another try follows.
     pub(crate) fn dial(&mut self, now: Duration, us: &Caller<'_>, poller: &Poller) -> Result<(), LostCause> {
         let broke = |what: &str, e: Errno| LostCause::Lane(format!("{what}: {e}"));
@@ -294,7 +308,9 @@ impl Link {
             other => other.map_err(|e| process_error(e, process.pid, user)),
         };
         let probed = up.probe.get_or_insert_with(ask).clone();
+        let measured = self.info.lane.measured;
         self.info.lane = lane(self.part.plain as usize, self.info.regions.len(), Some(probed.is_ok()));
+        self.info.lane.measured = measured;
         probed
     }
 

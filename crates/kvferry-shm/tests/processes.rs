@@ -161,6 +161,8 @@ fn both_ways(role: &str, lane: LaneKind) {
         let stats = end_of(&mut [&mut d], op).done().unwrap();
         assert_eq!(stats.bytes.get(), LEN as u64);
     }
+    let measured = d.peer(id).unwrap().lane.measured.unwrap();
+    assert!(measured.bytes_per_second > 1e6 && measured.per_operation < Duration::from_secs(5), "{measured:?}");
     let expected = reverse_blocks(&pattern(7, LEN), 4096);
     assert_eq!(ours.to_vec().unwrap(), expected);
     for round in 0..10 {
