@@ -58,14 +58,14 @@ fn reg_04_device_memory_is_refused_when_it_is_registered() {
     let mut transport = endpoint();
     let host = Region::zeroed(4096).expect("memory");
     let start = NonNull::new(host.as_ptr()).expect("not null");
-    let kind = MemoryKind::Cuda { device: 0 };
+    let kind = MemoryKind::Device(0);
     // SAFETY: the bytes live as long as `host`, which is the owner given. They are not device memory, but whatever
     // would treat them as such must refuse them first: that is what is tested.
     let device = unsafe { Region::from_raw(start, 4096, kind, Arc::new(host.clone())) };
     let refused = transport.register(device).expect_err("the transport has no device support");
     assert!(matches!(&refused, RegisterError::UnsupportedMemory { got, supported, .. }
         if *got == kind && *supported == [MemoryKind::Host]));
-    assert_eq!(refused.to_string(), "mem cannot reach cuda:0 memory; it supports host");
+    assert_eq!(refused.to_string(), "mem cannot reach device 0 memory; it supports host");
     assert_eq!(transport.register(host).expect("host memory still works"), RegionId::ZERO);
 }
 

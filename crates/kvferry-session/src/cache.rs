@@ -1,6 +1,5 @@
 //! A rank's cache: its regions, checked against what its layout says and registered with its transport.
 
-use kvferry_geometry::layout;
 use kvferry_geometry::manifest::RankManifest;
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_transport::{MemoryKind, Region, RegisterError, Transport};
@@ -33,7 +32,7 @@ pub enum CacheError {
         /// The region.
         region: RegionId,
         /// What the layout says.
-        expected: layout::MemoryKind,
+        expected: MemoryKind,
         /// What was given.
         got: MemoryKind,
     },
@@ -82,12 +81,7 @@ impl LocalCache {
             if said.len != given.len() {
                 return Err(CacheError::Length { region, expected: said.len, got: given.len() });
             }
-            let same = match (said.kind, given.kind()) {
-                (layout::MemoryKind::Host, MemoryKind::Host) => true,
-                (layout::MemoryKind::Device(a), MemoryKind::Cuda { device }) => a == device,
-                _ => false,
-            };
-            if !same {
+            if said.kind != given.kind() {
                 return Err(CacheError::Kind { region, expected: said.kind, got: given.kind() });
             }
         }

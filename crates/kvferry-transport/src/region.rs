@@ -14,29 +14,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+pub use kvferry_geometry::layout::MemoryKind;
 use kvferry_geometry::units::Bytes;
-
-/// A kind of memory.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum MemoryKind {
-    /// Memory that the CPU reads and writes.
-    Host,
-    /// Memory of a CUDA device.
-    Cuda {
-        /// The device's ordinal.
-        device: u32,
-    },
-}
-
-impl fmt::Display for MemoryKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Host => f.write_str("host"),
-            Self::Cuda { device } => write!(f, "cuda:{device}"),
-        }
-    }
-}
 
 /// An access by the CPU was refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -320,8 +299,8 @@ mod tests {
         let host = Region::zeroed(16).unwrap();
         let start = NonNull::new(host.as_ptr()).unwrap();
         // SAFETY: the bytes are owned by `host`, which is the owner given.
-        let region = unsafe { Region::from_raw(start, 16, MemoryKind::Cuda { device: 1 }, Arc::new(host)) };
-        assert_eq!(region.fill(0, 1, 1), Err(AccessError::NotHost(MemoryKind::Cuda { device: 1 })));
-        assert_eq!(region.kind().to_string(), "cuda:1");
+        let region = unsafe { Region::from_raw(start, 16, MemoryKind::Device(1), Arc::new(host)) };
+        assert_eq!(region.fill(0, 1, 1), Err(AccessError::NotHost(MemoryKind::Device(1))));
+        assert_eq!(region.kind().to_string(), "device 1");
     }
 }

@@ -35,10 +35,10 @@ fn reg_04_device_memory_is_refused_at_registration() {
     clause("memory-kind");
     let error = RegisterError::UnsupportedMemory {
         backend: "mem",
-        got: MemoryKind::Cuda { device: 3 },
+        got: MemoryKind::Device(3),
         supported: vec![MemoryKind::Host],
     };
-    assert_eq!(error.to_string(), "mem cannot reach cuda:3 memory; it supports host");
+    assert_eq!(error.to_string(), "mem cannot reach device 3 memory; it supports host");
 }
 
 /// Ids and tables of every round are as in the first: there is nothing that could slow down.

@@ -65,7 +65,7 @@ pub(super) fn duplicate(h: &mut dyn Harness) -> Result<Verdict, String> {
 
 pub(super) fn memory_kind(h: &mut dyn Harness) -> Result<Verdict, String> {
     let mut t = h.endpoint();
-    let device = MemoryKind::Cuda { device: 0 };
+    let device = MemoryKind::Device(0);
     if t.capabilities().memory.contains(&device) {
         return Ok(Verdict::Skipped("the backend reaches device memory".to_owned()));
     }
@@ -74,7 +74,7 @@ pub(super) fn memory_kind(h: &mut dyn Harness) -> Result<Verdict, String> {
         Err(error @ RegisterError::UnsupportedMemory { .. }) => {
             let text = error.to_string();
             let names_all = t.capabilities().memory.iter().all(|kind| text.contains(&kind.to_string()));
-            ensure!(names_all && text.contains("cuda:0"), "the message doesn't say what is supported: {text}");
+            ensure!(names_all && text.contains("device 0"), "the message doesn't say what is supported: {text}");
         }
         other => return Err(format!("registering device memory gave {other:?}")),
     }
