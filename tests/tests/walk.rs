@@ -376,9 +376,9 @@ async fn a_dead_producer_rank_fails_the_request_once_and_names_it() {
     let Err(PullError::Failed(failed)) = world.pull(&reference, wish(Assurance::Full)).await else {
         panic!("a source is gone")
     };
-    assert!(matches!(failed.cause, FailureCause::Ranks { .. }), "{failed}");
-    let (rank, fault) = &failed.report.faults[0];
-    assert_eq!(rank.get(), 1, "{failed}");
+    // The other rank was told to stop; whether it had read by then is a matter of time.
+    assert_eq!(failed.cause, FailureCause::Ranks { failed: 1, ranks: 2 }, "{failed}");
+    let (_, fault) = failed.report.faults.iter().find(|(rank, _)| rank.get() == 1).unwrap();
     assert!(fault.text.contains("source rank 2"), "{failed}");
     world.stop().await;
 }

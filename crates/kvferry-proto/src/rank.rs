@@ -122,7 +122,7 @@ pub struct SourceReport {
     pub bytes: Bytes,
     /// Rows of the batch in product form.
     pub rows: u64,
-    /// Descriptors when every block, layer and head is one of its own.
+    /// Descriptors if no neighbours were merged: one for each item, component, head and run of tokens in one kernel block.
     pub descriptors_before: u64,
     /// Descriptors after neighbours were merged.
     pub descriptors_after: u64,

@@ -17,12 +17,3 @@ use crate::cache::LocalCache;
 pub fn bind_read(batch: Batch, peer: &PeerInfo, local: &LocalCache) -> Result<Arc<BoundedBatch>, BoundsError> {
     Ok(Arc::new(batch.check(&peer.lens(), &local.lens())?))
 }
-
-/// Descriptors when every block pair, item and loop step is one of its own: before any merging of neighbours.
-#[must_use]
-pub fn descriptors_before(batch: &Batch) -> u64 {
-    let of_section = |s: &kvferry_geometry::batch::Section| {
-        s.bases.len() as u64 * s.parts.iter().map(|p| p.pair_count() * p.nest.runs()).sum::<u64>()
-    };
-    batch.sections().iter().map(of_section).sum()
-}

@@ -25,7 +25,7 @@ pub struct PairReport {
     pub bytes: Bytes,
     /// Rows of the batch in product form.
     pub rows: u64,
-    /// Descriptors when every block, layer and head is one of its own.
+    /// Descriptors if no neighbours were merged: one for each item, component, head and run of tokens in one kernel block.
     pub descriptors_before: u64,
     /// Descriptors after neighbours were merged.
     pub descriptors_after: u64,
@@ -221,7 +221,7 @@ pub enum FailureCause {
     /// Some ranks failed: see the report.
     #[error("{failed} of {ranks} ranks failed")]
     Ranks {
-        /// How many failed.
+        /// How many failed by themselves.
         failed: usize,
         /// How many were named.
         ranks: usize,

@@ -314,10 +314,13 @@ impl OwnerSession {
         self.accept_link()
     }
 
-    /// A link that [`Effect::Connect`] asked for is up.
-    pub fn link_opened(&mut self, link: LinkId, now: Duration) {
+    /// A link that [`Effect::Connect`] asked for is up. Gives false where it came too late and isn't wanted any more: close
+    /// it.
+    #[must_use]
+    pub fn link_opened(&mut self, link: LinkId, now: Duration) -> bool {
         self.now = now;
         self.greet(link);
+        self.links.exists(link)
     }
 
     /// A link is gone, or could not be made. Unknown links are ignored.

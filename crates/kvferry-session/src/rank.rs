@@ -22,7 +22,7 @@ use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::{DigestOrder, FromRank, PullId, PullOrder, RankFault, Stage, ToRank};
 use kvferry_transport::{ConnectError, Event, OpId, OpKind, Outcome, PeerId, Submission, SubmitError, Transport};
 
-use crate::bind::{bind_read, descriptors_before};
+use crate::bind::bind_read;
 use crate::cache::LocalCache;
 use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
@@ -236,11 +236,10 @@ impl RankSession {
         let mut batches = Vec::new();
         for src in map.sources_of(self.who.rank) {
             let plan = direction.plan(pairing.salt, src, self.who.rank).map_err(|e| unfit(&e))?;
-            batches.push((src, plan.resolve(&request)));
+            batches.push((src, plan.uncoalesced(&request), plan.resolve(&request)));
         }
         let mut sources = BTreeMap::new();
-        for (src, batch) in batches {
-            let before = descriptors_before(&batch);
+        for (src, before, batch) in batches {
             let unbound =
                 |e: kvferry_geometry::batch::BoundsError| fault(Stage::Plan, format!("source rank {src}: {e}"));
             let source = if batch.is_empty() {

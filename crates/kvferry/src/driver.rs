@@ -262,9 +262,10 @@ impl Driver {
                 }
             }
             News::Connected(link, Ok(stream)) => {
-                let connection = self.peer(link, stream);
-                self.peers.insert(link, connection);
-                self.session.link_opened(link, now);
+                if self.session.link_opened(link, now) {
+                    let connection = self.peer(link, stream);
+                    self.peers.insert(link, connection);
+                }
             }
             News::Connected(link, Err(reason)) => self.session.link_closed(link, &reason, now),
             News::PeerSaid(link, message) => self.session.peer_message(link, *message, now),

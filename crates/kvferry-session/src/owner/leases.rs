@@ -60,6 +60,12 @@ impl Leases {
         })
     }
 
+    /// Whether no lease is bound and no digest is asked for.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        self.tickets.is_empty() && self.open.values().all(|o| matches!(o, Open::Offered(_)))
+    }
+
     /// What was bound over a link that is gone.
     fn consumer_lost(&mut self, link: LinkId) -> Vec<Closed> {
         let of_link = |open: &Open| matches!(open, Open::Bound(_, l) if *l == link);

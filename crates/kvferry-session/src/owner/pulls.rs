@@ -72,6 +72,12 @@ impl Pulls {
         self.open.values().map(Pull::deadline).min()
     }
 
+    /// Whether nothing is kept of any request.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.open.is_empty() && self.by_fence.is_empty()
+    }
+
     /// The request for a lease on a link.
     fn find(&self, fence: &Fence, link: LinkId) -> Option<PullId> {
         let id = *self.by_fence.get(fence)?;
@@ -249,7 +255,9 @@ impl OwnerSession {
                 }
             },
             (None, Err(error)) => {
-                let failed = ended.results().values().filter(|r| r.is_err()).count();
+                // Those that were stopped because of others are not what went wrong.
+                let own = |r: &&RankResult| matches!(r, Err(fault) if fault.stage != Stage::Cancelled);
+                let failed = ended.results().values().filter(own).count();
                 let ranks = ended.results().len();
                 if failed > 0 { FailureCause::Ranks { failed, ranks } } else { error.into() }
             }

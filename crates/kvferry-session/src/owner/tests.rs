@@ -134,7 +134,7 @@ impl World {
         let ours = self.d.connects.remove(0);
         let theirs = self.p.session.accept(self.now);
         self.link = Some((ours, theirs));
-        self.d.session.link_opened(ours, self.now);
+        assert!(self.d.session.link_opened(ours, self.now));
     }
 
     /// Carries messages both ways until none is left, but for those of a kind: they are lost.
@@ -381,8 +381,11 @@ fn pull_state_by_event() {
             w.settle();
             assert_eq!(w.ended(), at_last, "{state}, {event}: at last");
             assert!(w.p.closed.len() <= 1, "a lease ends once");
+            let (pulls, leases) = (&w.d.session.pulls, &w.p.session.leases);
+            let lied = (state, event) == ("Asking", "refused");
+            assert!(pulls.is_empty() && (leases.is_idle() || lied), "{state}, {event}: nothing is left over");
             // A producer that has bound and then says that it has not gets its blocks back when the link ends.
-            if state != "Linking" && (state, event) != ("Asking", "refused") {
+            if state != "Linking" && !lied {
                 assert_eq!(w.p.closed.len(), 1, "{state}, {event}: nothing is read any more, so the lease is over");
             }
         }
@@ -465,7 +468,7 @@ fn hs_10_a_hello_before_the_ranks_waits() {
     d.session.pull(wish(&fence), Duration::ZERO);
     d.take();
     let ours = d.connects.remove(0);
-    d.session.link_opened(ours, Duration::ZERO);
+    assert!(d.session.link_opened(ours, Duration::ZERO));
     d.take();
     let (_, hello) = d.to_peer.pop_front().unwrap();
     p.peer_message(link, hello, Duration::ZERO);
@@ -531,7 +534,7 @@ fn sec_03_another_peers_lease_cannot_be_released_or_digested() {
     e.session.pull(other, w.now);
     e.take();
     let ours = e.connects.remove(0);
-    e.session.link_opened(ours, w.now);
+    assert!(e.session.link_opened(ours, w.now));
     for _ in 0..4 {
         e.take();
         for (_, m) in std::mem::take(&mut e.to_peer) {
@@ -569,4 +572,24 @@ fn sec_03_another_peers_lease_cannot_be_released_or_digested() {
     w.all_read();
     w.carry(|_| false);
     assert_eq!(w.ended(), "Delivered");
+}
+
+/// HS-08: every request that waits for a link fails once when there is none, and the next one tries again.
+#[test]
+fn hs_08_all_who_wait_for_a_link_fail_once() {
+    let mut d = Side::new("d", 2, 2);
+    let fence =
+        |lease| kvferry_proto::lease::first_attempt(EngineId::new("p").unwrap(), Epoch::new(1), LeaseId::new(lease));
+    let pulls: Vec<PullId> = (0..3).map(|lease| d.session.pull(wish(&fence(lease)), Duration::ZERO)).collect();
+    d.take();
+    assert_eq!(d.connects.len(), 1, "one link for all");
+    d.session.link_closed(d.connects[0], "connection refused", SECOND);
+    d.take();
+    let failed: Vec<_> = d.ended.iter().map(|(pull, r)| (*pull, name(&r.as_ref().unwrap_err().cause))).collect();
+    assert_eq!(failed, pulls.iter().map(|pull| (*pull, "Link".to_owned())).collect::<Vec<_>>());
+    d.session.link_closed(d.connects[0], "again", SECOND);
+    assert!(!d.session.link_opened(d.connects[0], SECOND), "what comes too late is not wanted");
+    d.session.pull(wish(&fence(9)), SECOND);
+    d.take();
+    assert_eq!((d.ended.len(), d.connects.len()), (3, 2), "the next one begins anew");
 }

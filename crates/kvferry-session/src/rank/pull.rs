@@ -50,16 +50,18 @@ pub(super) struct Source {
     pub(super) batch: Arc<BoundedBatch>,
     pub(super) state: SourceState,
     before: u64,
+    after: u64,
 }
 
 impl Source {
     pub(super) fn queued(lane: PeerId, batch: Arc<BoundedBatch>, before: u64) -> Self {
-        Self { batch, state: SourceState::Queued(lane), before }
+        let after = batch.batch().descriptors();
+        Self { batch, state: SourceState::Queued(lane), before, after }
     }
 
     /// A named source of which this request needs nothing.
     pub(super) fn nothing(batch: Arc<BoundedBatch>) -> Self {
-        Self { batch, state: SourceState::Read { took: Duration::ZERO }, before: 0 }
+        Self { batch, state: SourceState::Read { took: Duration::ZERO }, before: 0, after: 0 }
     }
 }
 
@@ -99,7 +101,9 @@ impl Pull {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
         let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
         let (error, in_doubt) = match outcome {
-            Outcome::Done(_) => {
+            Outcome::Done(stats) => {
+                // Neighbours may also merge across the rows of the product form; who has moved them knows.
+                source.after = source.after.min(stats.descriptors.max(1));
                 source.state = SourceState::Read { took: now.saturating_sub(since) };
                 return self.after_reads();
             }
@@ -250,7 +254,7 @@ impl Pull {
                 bytes: batch.bytes(),
                 rows: batch.rows(),
                 descriptors_before: s.before,
-                descriptors_after: batch.descriptors(),
+                descriptors_after: s.after,
                 took,
             }
         });
