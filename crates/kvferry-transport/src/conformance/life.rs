@@ -120,6 +120,7 @@ pub(super) fn wake(h: &mut dyn Harness) -> Result<Verdict, String> {
         pair.near_events.extend(std::iter::from_fn(|| pair.near.next_event()));
         if pair.far.wait(Some(Duration::ZERO)) && h.readable(pair.far.wake_fd()) != Some(false) {
             timer = pair.far.step(h.now());
+            pair.far_events.extend(std::iter::from_fn(|| pair.far.next_event()));
         }
         ensure!(start.elapsed() < Duration::from_secs(20), "the write doesn't end: {:?}", pair.near_events);
     }
