@@ -12,6 +12,7 @@ mod check;
 mod demo;
 mod layers;
 mod lint;
+mod mutants;
 mod plan;
 mod show;
 mod test;
@@ -30,6 +31,8 @@ enum Command {
     Lint(lint::Args),
     /// Check which crate depends on which, and what must be absent
     Layers(layers::Args),
+    /// Plant small faults in a copy of the planner; the tests must find each
+    Mutants(mutants::Args),
     /// Say whether engine D can take over the cache of engine P, and what to change if not
     Check(check::Args),
     /// Print what would move from engine P to engine D for one request
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
+        Command::Mutants(args) => mutants::run(args),
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
     };

@@ -1,0 +1,22 @@
+//! `cargo xtask mutants`: plants small faults in a copy of the planner; the property tests must find each.
+
+use std::process::{Command, ExitCode};
+
+use anyhow::Context as _;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Only faults whose names contain one of these words; all where empty
+    names: Vec<String>,
+}
+
+/// Runs the program of the tests that does it.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let status = Command::new(env!("CARGO"))
+        .args(["run", "--quiet", "--release", "--package", "kvferry-tests", "--bin", "mutants", "--"])
+        .args(args.names)
+        .status()
+        .context("cargo run could not be started")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
