@@ -63,7 +63,7 @@ pub struct OwnerConfig {
     pub identity: ModelIdentity,
     /// Whether peers must say the same.
     pub check: IdentityCheck,
-    /// How long a link may take until both hellos are in order.
+    /// How long a link may take until both hellos are in order, and a rank's link until it has joined.
     pub handshake: Duration,
     /// How long ranks may take to stop after a request has failed, before they count as in doubt.
     pub grace: Duration,
@@ -336,8 +336,9 @@ impl OwnerSession {
     }
 
     /// A rank has connected: gives its link's number.
-    pub fn accept_rank(&mut self) -> RankLinkId {
-        self.ranks.accept()
+    pub fn accept_rank(&mut self, now: Duration) -> RankLinkId {
+        self.now = now;
+        self.ranks.accept(now + self.config.handshake)
     }
 
     /// A rank's link is gone.
@@ -356,8 +357,10 @@ impl OwnerSession {
     pub fn step(&mut self, now: Duration) -> Option<Duration> {
         self.now = now;
         self.expire_links();
+        self.expire_rank_links();
         self.expire_pulls();
-        let next = self.links.next_deadline().into_iter().chain(self.pulls.next_deadline()).min();
+        let deadlines = [self.links.next_deadline(), self.ranks.next_deadline(), self.pulls.next_deadline()];
+        let next = deadlines.into_iter().flatten().min();
         next.map(|t| t.max(now))
     }
 

@@ -256,7 +256,7 @@ impl Driver {
             }
             News::Rank(stream) => {
                 if self.ranks.len() < CONNECTIONS {
-                    let link = self.session.accept_rank();
+                    let link = self.session.accept_rank(now);
                     let connection = self.rank(link, stream);
                     self.ranks.insert(link, connection);
                 }

@@ -1,6 +1,6 @@
 //! The owner's own ranks: joining, leaving, and what each was told.
 
-use super::{BTreeMap, ByRank, Digest, DigestSet, Effect, Life, OwnerSession, RankId, RankLinkId};
+use super::{BTreeMap, ByRank, Digest, DigestSet, Duration, Effect, Life, OwnerSession, RankId, RankLinkId};
 use std::sync::Arc;
 
 use kvferry_proto::handshake::LocalSide;
@@ -8,8 +8,10 @@ use kvferry_proto::manifest::{Joined, RankJoin};
 use kvferry_proto::rank::{FromRank, ToRank};
 
 /// One rank's link.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct RankLink {
+    /// By when it must have joined.
+    deadline: Duration,
     /// Which rank it is; `None` until it has joined.
     rank: Option<RankId>,
     /// The engines it was told of.
@@ -24,11 +26,15 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    pub(super) fn accept(&mut self) -> RankLinkId {
+    pub(super) fn accept(&mut self, deadline: Duration) -> RankLinkId {
         self.last += 1;
         let link = RankLinkId(self.last);
-        self.links.insert(link, RankLink::default());
+        self.links.insert(link, RankLink { deadline, rank: None, told: DigestSet::new() });
         link
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Duration> {
+        self.links.values().filter(|l| l.rank.is_none()).map(|l| l.deadline).min()
     }
 
     pub(super) fn link(&self, rank: RankId) -> Option<RankLinkId> {
@@ -105,6 +111,16 @@ impl OwnerSession {
         }
         self.effects.push_back(Effect::Ready(manifest));
         self.greet_waiting();
+    }
+
+    /// Sends away those who have connected and say nothing.
+    pub(super) fn expire_rank_links(&mut self) {
+        let now = self.now;
+        let late = |l: &RankLink| l.rank.is_none() && l.deadline <= now;
+        let late: Vec<RankLinkId> = self.ranks.links.iter().filter(|(_, l)| late(l)).map(|(id, _)| *id).collect();
+        for link in late {
+            self.refuse_rank(link, format!("it did not join within {:?}", self.config.handshake));
+        }
     }
 
     fn refuse_rank(&mut self, link: RankLinkId, reason: String) {

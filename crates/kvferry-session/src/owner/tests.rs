@@ -61,7 +61,7 @@ impl Side {
         };
         let (_, _, manifests) = shape(ranks);
         for (rank, manifest) in (0u32..).map(RankId::new).zip(manifests) {
-            let link = side.session.accept_rank();
+            let link = side.session.accept_rank(Duration::ZERO);
             let (engine, epoch) = (EngineId::new(id).unwrap(), Epoch::new(u128::from(rank.get())));
             let join = RankJoin { engine, rank, epoch, manifest, blob: Arc::from([1]) };
             side.session.rank_message(link, FromRank::Join(join), Duration::ZERO);
@@ -475,7 +475,7 @@ fn hs_10_a_hello_before_the_ranks_waits() {
     assert!(p.next_effect().is_none(), "no answer yet, and no refusal");
     let (_, _, manifests) = shape(4);
     for (rank, manifest) in (0u32..).map(RankId::new).zip(manifests) {
-        let rank_link = p.accept_rank();
+        let rank_link = p.accept_rank(Duration::ZERO);
         let engine = EngineId::new("p").unwrap();
         let join = RankJoin { engine, rank, epoch: Epoch::new(0), manifest, blob: Arc::from([1]) };
         p.rank_message(rank_link, FromRank::Join(join), Duration::ZERO);
@@ -592,4 +592,20 @@ fn hs_08_all_who_wait_for_a_link_fail_once() {
     d.session.pull(wish(&fence(9)), SECOND);
     d.take();
     assert_eq!((d.ended.len(), d.connects.len()), (3, 2), "the next one begins anew");
+}
+
+/// Whoever connects and says nothing is sent away, and harms nobody.
+#[test]
+fn silent_links_are_closed_in_time() {
+    let mut p = Side::new("p", 1, 4);
+    let (link, rank_link) = (p.session.accept(SECOND), p.session.accept_rank(SECOND));
+    assert_eq!(p.session.step(SECOND), Some(2 * SECOND));
+    while p.session.next_effect().is_some() {}
+    assert_eq!(p.session.step(2 * SECOND), None);
+    let (mut peer_closed, mut rank_closed) = (false, false);
+    while let Some(effect) = p.session.next_effect() {
+        peer_closed |= matches!(effect, Effect::ClosePeer { link: l } if l == link);
+        rank_closed |= matches!(effect, Effect::CloseRank { link: l } if l == rank_link);
+    }
+    assert!(peer_closed && rank_closed);
 }
