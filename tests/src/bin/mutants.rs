@@ -4,7 +4,7 @@
 //! the planner, the oracle and the random engines is built and `tests/tests/planner.rs` is run: it must fail. A patch that
 //! no longer applies or doesn't compile is an error and never counts as found. Without any fault the tests must pass.
 //!
-//! `mutants [NAME...]` plants only the faults whose file names contain one of the words. `PROPTEST_CASES` (400 where it
+//! `mutants [NAME...]` plants only the faults whose file names contain one of the words. `PROPTEST_CASES` (2000 where it
 //! isn't set) and `KVFERRY_SEED` are handed on.
 #![forbid(unsafe_code)]
 
@@ -143,7 +143,7 @@ impl Bench<'_> {
             return Ok(Seen::Broken(String::from_utf8_lossy(&built.stderr).into_owned()));
         }
         let mut tests = self.cargo(&[]);
-        let cases = std::env::var("PROPTEST_CASES").unwrap_or_else(|_| "400".into());
+        let cases = std::env::var("PROPTEST_CASES").unwrap_or_else(|_| "2000".into());
         let seed = std::env::var("KVFERRY_SEED").unwrap_or_else(|_| "1".into());
         // The first failure is enough; nobody reads the smallest one.
         tests.env("PROPTEST_CASES", cases).env("KVFERRY_SEED", seed).env("PROPTEST_MAX_SHRINK_ITERS", "0");

@@ -196,7 +196,7 @@ impl Draft {
                 }
             }
             for rank in holders {
-                if c.chance(40) {
+                if c.chance(70) {
                     let context = c.pick(&contexts);
                     let deal = interleave(c, block_tokens[group] / u64::from(context));
                     let tokens = TokenClass::new(context, deal, small(c.below(u64::from(context)))).unwrap();
