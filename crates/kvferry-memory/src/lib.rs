@@ -1,4 +1,4 @@
-//! Owned cache buffers for kvferry: host and shared memory, patterns, digests.
+//! Owned cache buffers for kvferry: host and shared memory, patterns, guard bands.
 //!
 //! | module | what it is |
 //! |---|---|
@@ -6,7 +6,6 @@
 //! | [`available`] | how much memory there is to have |
 //! | [`pattern`] | bytes as a function of their logical coordinate, to fill and to check at several GB/s |
 //! | [`guard`] | bands around a region that tell where they were touched |
-//! | [`digest`] | digests of one side of a batch, in batch order |
 //!
 //! Buffers give [`Region`](kvferry_transport::Region)s, and everything else works on regions: so a rank without unsafe
 //! code can make memory and register it. The kernel that copies batches is
@@ -18,7 +17,6 @@
 pub mod available;
 #[allow(unsafe_code)]
 pub mod buffer;
-pub mod digest;
 pub mod guard;
 pub mod pattern;
 

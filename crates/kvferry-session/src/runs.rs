@@ -2,8 +2,7 @@
 //!
 //! The runs of a batch, in the order of its cursor, are one stream of bytes: the same stream at the source and at the
 //! destination, whatever the two layouts. [`RunDigester`] digests windows of that stream in pieces, a bounded amount of work
-//! at a time, so that whoever drives it stays responsive. (`kvferry-memory` digests a whole side at once, with several
-//! threads; this one serves a peer that asks for parts.)
+//! at a time, so that whoever drives it stays responsive.
 
 use std::sync::Arc;
 
