@@ -112,6 +112,11 @@ fn expand(c: &mut Criterion) {
                     black_box(all);
                 });
             });
+            // The machine's limit beside it: the same memory, filled with one descriptor.
+            group.bench_function(BenchmarkId::new("fresh_memory_limit", name), |b| {
+                let one = Descriptor { len: 1, ..Descriptor::default() };
+                b.iter(|| black_box(vec![black_box(one); usize::try_from(count).unwrap()]));
+            });
         }
     }
     group.finish();
