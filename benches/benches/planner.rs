@@ -57,18 +57,18 @@ fn resolve(c: &mut Criterion) {
         group.bench_with_input(BenchmarkId::new("scattered", blocks), &blocks, |b, _| {
             b.iter(|| {
                 let (src, dst) = (BlockTable::new(0, black_box(&from)), BlockTable::new(0, black_box(&to)));
-                plan.resolve(&whole(&compatible, tokens, src, dst))
+                plan.resolve(&whole(&compatible, tokens, src, dst)).unwrap()
             });
         });
         let bound = whole(&compatible, tokens, BlockTable::new(0, &from), BlockTable::new(0, &to));
         group.bench_with_input(BenchmarkId::new("scattered_bound", blocks), &blocks, |b, _| {
-            b.iter(|| plan.resolve(black_box(&bound)));
+            b.iter(|| plan.resolve(black_box(&bound)).unwrap());
         });
         group.bench_with_input(BenchmarkId::new("contiguous", blocks), &blocks, |b, _| {
             b.iter(|| {
                 let src = BlockTable::contiguous(0, BlockId::new(7), black_box(blocks));
                 let dst = BlockTable::contiguous(0, BlockId::new(9), black_box(blocks));
-                plan.resolve(&whole(&compatible, tokens, src, dst))
+                plan.resolve(&whole(&compatible, tokens, src, dst)).unwrap()
             });
         });
     }
@@ -84,7 +84,7 @@ fn expand(c: &mut Criterion) {
         let (compatible, plan) = pair(src_tp, dst_tp, 16, 16, style);
         let (from, to) = (scattered(blocks, BLOCKS, 77_777), scattered(blocks, BLOCKS, 31_415));
         let bound = whole(&compatible, u64::from(blocks) * 16, BlockTable::new(0, &from), BlockTable::new(0, &to));
-        let batch = plan.resolve(&bound);
+        let batch = plan.resolve(&bound).unwrap();
         let count = batch.descriptors();
         group.throughput(Throughput::Elements(count));
         group.sample_size(20);

@@ -230,7 +230,8 @@ impl Pair {
     #[must_use]
     pub fn batch(&self, src: u32, dst: u32, request: &BoundRequest) -> Batch {
         let plan = PairPlan::new(&self.compatible, &self.peers, RankId::new(src), RankId::new(dst));
-        plan.unwrap_or_else(|e| panic!("no plan from {src} to {dst}: {e}")).resolve(request)
+        let batch = plan.and_then(|plan| plan.resolve(request));
+        batch.unwrap_or_else(|e| panic!("no plan from {src} to {dst}: {e}"))
     }
 
     /// The descriptors of [`Pair::batch`], by place at the destination.
@@ -256,9 +257,14 @@ impl Pair {
     }
 
     /// The bytes of destination rank `dst` that are zeroed, as (region, offset, length).
+    ///
+    /// # Panics
+    /// Where there is no such rank.
     #[must_use]
     pub fn zeroed(&self, dst: u32, request: &BoundRequest) -> Vec<(u32, u64, u64)> {
-        let batch = ZeroPlan::new(self.compatible.dst(), RankId::new(dst)).resolve(request);
+        let batch = ZeroPlan::new(self.compatible.dst(), RankId::new(dst))
+            .and_then(|plan| plan.resolve(request))
+            .expect("a rank of it");
         let mut all: Vec<_> = batch.ranges().map(|z| (z.region.get(), z.offset, z.len)).collect();
         all.sort_unstable();
         all

@@ -148,7 +148,8 @@ impl World {
     /// Where a range leaves its region.
     pub fn zero(&self, pair: &Pair, request: &BoundRequest) {
         for (number, dst) in (0u32..).zip(&self.dst) {
-            for range in ZeroPlan::new(pair.compatible.dst(), RankId::new(number)).resolve(request).ranges() {
+            let plan = ZeroPlan::new(pair.compatible.dst(), RankId::new(number)).expect("a rank of it");
+            for range in plan.resolve(request).expect("its request").ranges() {
                 dst.regions[range.region.index()].fill(range.offset, range.len, 0).expect("inside");
             }
         }

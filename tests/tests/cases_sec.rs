@@ -86,7 +86,10 @@ fn sec_03_block_ids_out_of_range_are_refused_with_both_values() {
 #[test]
 fn sec_03_a_repeated_destination_block_is_refused() {
     let errors = refused([&[0, 1], &[5, 5]]);
-    assert_eq!(errors, [RequestError::RepeatedBlock { group: "group 1".into(), block: BlockId::new(5) }]);
+    assert_eq!(
+        errors,
+        [RequestError::RepeatedBlock { side: Side::Dst, group: "group 1".into(), block: BlockId::new(5) }]
+    );
 }
 
 #[test]

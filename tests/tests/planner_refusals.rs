@@ -27,7 +27,8 @@ fn kinds(errors: &[RequestError]) -> BTreeSet<(&'static str, String)> {
     let kind = |e: &RequestError| match e {
         RequestError::NoRoom { group, .. } => ("no room", group.to_string()),
         RequestError::NotHeld { group, .. } => ("not held", group.to_string()),
-        RequestError::RepeatedBlock { group, .. } => ("repeated", group.to_string()),
+        RequestError::RepeatedBlock { side, group, .. } => ("repeated", format!("{side} {group}")),
+        RequestError::CachedBeyond { group, .. } => ("cached beyond", group.to_string()),
         RequestError::BlockOutOfRange { side, group, .. } => ("out of range", format!("{side} {group}")),
         RequestError::GroupCount { side, .. } => ("group count", side.to_string()),
         other => panic!("{other}"),
@@ -42,7 +43,10 @@ fn expected(case: &Case) -> BTreeSet<(&'static str, String)> {
         Gap::NotHeld { item, .. } => ("not held", group(&case.src, &item)),
         Gap::NoRoom { item, .. } => ("no room", group(&case.dst, &item)),
     };
-    case.transfer().gaps().unwrap().into_iter().map(kind).collect()
+    let mut all: BTreeSet<_> = case.transfer().gaps().unwrap().into_iter().map(kind).collect();
+    let beyond = case.dst.groups().iter().zip(&case.dst_tables).filter(|(_, table)| table.cached > case.tokens);
+    all.extend(beyond.map(|(group, _)| ("cached beyond", group.name.to_string())));
+    all
 }
 
 #[test]
@@ -105,7 +109,7 @@ fn wrong_ids_and_counts_are_refused_by_type() {
                 let from = usize::try_from(c.below(blocks.len() as u64)).unwrap();
                 let to = (from + 1 + usize::try_from(c.below(blocks.len() as u64 - 1)).unwrap()) % blocks.len();
                 repeated.dst_tables[group].table.blocks[to] = blocks[from];
-                check(&repeated, ("repeated", name.clone()), &mut seen);
+                check(&repeated, ("repeated", format!("destination {name}")), &mut seen);
             }
             if !blocks.is_empty() {
                 let mut outside = case.clone();
@@ -270,7 +274,7 @@ fn no_description_makes_the_planner_panic() {
         planned += 1;
         for pair in peers.pairs() {
             let plan = PairPlan::new(&both, &peers, pair.src(), pair.dst()).unwrap();
-            let batch = plan.resolve(&bound);
+            let batch = plan.resolve(&bound).unwrap();
             let mut few = [Descriptor::default(); 100];
             let _ = batch.cursor().fill(&mut few);
             let (src, dst) = (case.src.region_lens(pair.src()), case.dst.region_lens(pair.dst()));
@@ -334,19 +338,19 @@ fn no_request_makes_the_planner_panic() {
         assert!(listed < 100_000, "a table longer than its engine has blocks was taken");
         let Ok(peers) = PeerMap::new(&both, odd(&mut c)) else { continue };
         for pair in peers.pairs() {
-            let batch = PairPlan::new(&both, &peers, pair.src(), pair.dst()).unwrap().resolve(&bound);
+            let batch = PairPlan::new(&both, &peers, pair.src(), pair.dst()).unwrap().resolve(&bound).unwrap();
             let (src, dst) = (case.src.region_lens(pair.src()), case.dst.region_lens(pair.dst()));
             if let Err(e) = batch.check(&src, &dst) {
                 panic!("{e}\n{case:?}");
             }
-            let zeros = ZeroPlan::new(&case.dst, pair.dst()).resolve(&bound);
+            let zeros = ZeroPlan::new(&case.dst, pair.dst()).unwrap().resolve(&bound).unwrap();
             for z in zeros.ranges() {
                 assert!(z.offset + z.len <= dst[z.region.index()].get());
             }
         }
         planned += 1;
     }
-    assert!(planned > 80, "{planned} planned");
+    assert!(planned > 40, "{planned} planned");
 }
 
 #[test]

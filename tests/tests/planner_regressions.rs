@@ -67,8 +67,8 @@ fn transfer(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64, tails: &[Tail
     let bound = BoundRequest::new(&both, request).unwrap();
     let mut run = Execution::new(&truth).unwrap();
     let rank = RankId::ZERO;
-    run.run(rank, rank, &PairPlan::new(&both, &peers, rank, rank).unwrap().resolve(&bound)).unwrap();
-    for zero in ZeroPlan::new(dst, rank).resolve(&bound).ranges() {
+    run.run(rank, rank, &PairPlan::new(&both, &peers, rank, rank).unwrap().resolve(&bound).unwrap()).unwrap();
+    for zero in ZeroPlan::new(dst, rank).unwrap().resolve(&bound).unwrap().ranges() {
         run.zero(rank, zero.region, zero.offset, zero.len).unwrap();
     }
     run.finish().unwrap()

@@ -131,16 +131,17 @@ impl Plan {
         let mut pairs = Vec::new();
         for pair in peers.pairs() {
             let plan = PairPlan::new(compatible, &peers, pair.src(), pair.dst())?;
-            let batch = plan.resolve(&bound);
+            let batch = plan.resolve(&bound)?;
             let after = expand(&batch);
-            let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound));
+            let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound)?);
             let replicas = replicas(compatible.src(), compatible.dst(), &plan);
             pairs.push(Pair { plan, replicas, bytes, rows, before, after });
         }
         let dst = compatible.dst();
         let ranks = (0u32..).map(RankId::new).zip(dst.ranks()).map(|(rank, _)| rank);
-        let bytes_of = |rank| (rank, ZeroPlan::new(dst, rank).resolve(&bound).bytes().get());
-        let zeroed = ranks.map(bytes_of).filter(|z| z.1 > 0).collect();
+        let bytes_of = |rank| Ok((rank, ZeroPlan::new(dst, rank)?.resolve(&bound)?.bytes().get()));
+        let mut zeroed = ranks.map(bytes_of).collect::<anyhow::Result<Vec<_>>>()?;
+        zeroed.retain(|z| z.1 > 0);
         Ok(Self { bound, pairs, zeroed })
     }
 

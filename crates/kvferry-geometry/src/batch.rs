@@ -47,8 +47,8 @@ mod cursor;
 pub use bounds::{BoundedBatch, BoundsError, Side};
 pub use cursor::Cursor;
 
-/// The most loops a nest can have: item, component, head, two token loops, kernel block, entry.
-pub const MAX_DIMS: usize = 7;
+/// The most loops a nest can have: component, head, two token loops, entry.
+pub const MAX_DIMS: usize = 5;
 
 /// One loop of a nest: `count` steps, each `src_stride` bytes further at the source and `dst_stride` at the
 /// destination.
@@ -251,7 +251,7 @@ impl Batch {
     /// Proves that no byte of the batch lies outside the regions, whose lengths are given by id.
     ///
     /// # Errors
-    /// Every section that leaves its region, with the side, the region and both values.
+    /// The first place that leaves its region, with the side, the region and both values.
     pub fn check(self, src: &[Bytes], dst: &[Bytes]) -> Result<BoundedBatch, BoundsError> {
         BoundedBatch::new(self, src, dst)
     }

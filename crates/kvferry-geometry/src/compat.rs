@@ -9,6 +9,7 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
 
+use crate::digest::Digest;
 use crate::manifest::Manifest;
 use crate::spec::{Component, Item, Retention, write_list};
 use crate::units::{Bytes, GroupId, ItemId, Name};
@@ -180,6 +181,11 @@ impl Compatible {
     #[must_use]
     pub fn dst(&self) -> &Manifest {
         &self.dst
+    }
+
+    /// The digests of both manifests.
+    pub(crate) fn digests(&self) -> (Digest, Digest) {
+        (self.src.digest(), self.dst.digest())
     }
 
     /// Groups of the two engines that share items: (source's, destination's).

@@ -161,6 +161,16 @@ pub enum LayoutError {
         /// Names of the item.
         expected: Vec<Name>,
     },
+    /// A region longer than any memory.
+    #[error("region {region} has {len}, more than the {limit} that a region can have")]
+    RegionTooLong {
+        /// The region.
+        region: RegionId,
+        /// Its length.
+        len: Bytes,
+        /// The limit.
+        limit: Bytes,
+    },
     /// A size outside its range.
     #[error("item {item}: {what} is {got}; it must be 1 to {limit}")]
     OutOfRange {
@@ -228,6 +238,8 @@ pub enum LayoutError {
 /// The most blocks of a view and the most entries of a block.
 const MAX_BLOCKS: u32 = 1 << 30;
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
+/// The longest region and the largest stride: as much as an address space has.
+const MAX_REGION: u64 = 1 << 48;
 
 impl CacheLayout {
     /// Proves that every view lies inside its region and that no two places of one group overlap. `groups` lists the
@@ -241,7 +253,23 @@ impl CacheLayout {
         placement: &RankPlacement,
         groups: &[Vec<ItemId>],
     ) -> Result<(), Vec<LayoutError>> {
+        self.check_within(spec, placement, groups, &mut overlap::MAX_RUNS.clone())
+    }
+
+    /// As [`check`](Self::check), listing at most `budget` runs of memory and taking them off it.
+    pub(crate) fn check_within(
+        &self,
+        spec: &ModelSpec,
+        placement: &RankPlacement,
+        groups: &[Vec<ItemId>],
+        budget: &mut u64,
+    ) -> Result<(), Vec<LayoutError>> {
         let mut errors = Vec::new();
+        for (region, r) in (0u32..).map(RegionId::new).zip(&self.regions) {
+            if r.len.get() > MAX_REGION {
+                errors.push(LayoutError::RegionTooLong { region, len: r.len, limit: Bytes::new(MAX_REGION) });
+            }
+        }
         let expected = spec.items().len();
         for (what, got) in [("the placement", placement.len()), ("the layout", self.views.len())] {
             if got != expected {
@@ -276,7 +304,7 @@ impl CacheLayout {
             }
         }
         for group in groups {
-            self.check_overlap(spec, placement, group, &sound, &mut errors);
+            self.check_overlap(spec, placement, group, &sound, budget, &mut errors);
         }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
@@ -291,6 +319,11 @@ impl CacheLayout {
         range("blocks", u64::from(view.blocks), u64::from(MAX_BLOCKS));
         range("block size", u64::from(view.block_size), u64::from(MAX_BLOCK_SIZE));
         range("kernel block size", u64::from(view.kernel.size), u64::from(MAX_BLOCK_SIZE));
+        let of_component = |c: &ComponentView| [c.head_stride, c.entry_stride];
+        let strides = view.components.iter().flat_map(of_component).chain([view.block_stride, view.kernel.stride]);
+        for stride in strides.map(Bytes::get).filter(|&s| s > MAX_REGION) {
+            range("a stride", stride, MAX_REGION);
+        }
         if view.kernel.size > 0 && !view.block_size.is_multiple_of(view.kernel.size) {
             let (kernel, block_size) = (view.kernel.size, view.block_size);
             errors.push(LayoutError::KernelBlock { item: name.clone(), kernel, block_size });
@@ -322,6 +355,7 @@ impl CacheLayout {
         placement: &RankPlacement,
         group: &[ItemId],
         sound: &[bool],
+        budget: &mut u64,
         errors: &mut Vec<LayoutError>,
     ) {
         // Places can only meet within one region.
@@ -340,7 +374,7 @@ impl CacheLayout {
             };
             let members: Vec<_> = members.iter().filter_map(|&(_, id)| extents_of(id)).flatten().collect();
             let name = |id: ItemId| spec.get(id).map_or_else(|| "?".into(), |i| i.name.clone());
-            match overlap::prove_disjoint(members) {
+            match overlap::prove_disjoint(members, budget) {
                 Ok(()) => {}
                 Err(overlap::Failure::Overlap(a, b)) => {
                     errors.push(LayoutError::Overlap { first: name(a), second: name(b), region });

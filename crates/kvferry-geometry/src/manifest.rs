@@ -10,11 +10,16 @@ use core::fmt;
 
 use crate::digest::{Digest, Digester};
 use crate::layout::{CacheLayout, LayoutError, MemoryKind, PagedView};
-use crate::placement::{HeadRange, MAX_RANKS, RankPlacement};
+use crate::placement::{HeadRange, MAX_PLACEMENTS, MAX_RANKS, RankPlacement};
 use crate::spec::{ModelSpec, Retention, write_list};
 use crate::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
 
 pub(crate) mod coverage;
+
+/// The most faults that are told of one manifest.
+pub const MAX_FAULTS: usize = 256;
+/// The most runs of memory that are listed to prove that views don't overlap where nested strides don't prove it.
+const PROOF_RUNS: u64 = 1 << 22;
 
 /// The items that share one block table for each request.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -48,6 +53,25 @@ pub enum ManifestError {
         got: usize,
         /// The limit.
         limit: u32,
+    },
+    /// Too many ranks for so many items.
+    #[error("{ranks} ranks times {items} items are more than the {limit} placements that are planned for")]
+    Placements {
+        /// Ranks listed.
+        ranks: usize,
+        /// Items of the model.
+        items: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// The proof that the ranks hold everything would take too long.
+    #[error(
+        "item {item}: its placements are cut into too many different pieces to prove that together they hold everything; \
+         use fewer distinct head intervals and token classes"
+    )]
+    TooComplex {
+        /// The item.
+        item: Name,
     },
     /// An item is in no group or in several.
     #[error("item {item}: listed in {got} cache groups; it must be in exactly one")]
@@ -147,7 +171,7 @@ pub enum ManifestError {
     },
 }
 
-/// Every fault of a manifest.
+/// Every fault of a manifest; the first [`MAX_FAULTS`] of them where there are more.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ManifestErrors(pub Vec<ManifestError>);
 
@@ -174,20 +198,38 @@ impl Manifest {
     /// Checks a description whole.
     ///
     /// # Errors
-    /// All faults: of the groups, of every rank's layout, and the bytes that no rank holds.
+    /// All faults of the groups; else all faults of every rank's layout; else the bytes that no rank holds. At most
+    /// [`MAX_FAULTS`] of each.
     pub fn new(spec: ModelSpec, groups: Vec<CacheGroup>, mut ranks: Vec<RankManifest>) -> Result<Self, ManifestErrors> {
         let mut errors = Vec::new();
         if ranks.is_empty() || ranks.len() > MAX_RANKS as usize {
             return Err(ManifestErrors(vec![ManifestError::RankCount { got: ranks.len(), limit: MAX_RANKS }]));
         }
+        if ranks.len().saturating_mul(spec.items().len()) > MAX_PLACEMENTS {
+            let (ranks, items, limit) = (ranks.len(), spec.items().len(), MAX_PLACEMENTS);
+            return Err(ManifestErrors(vec![ManifestError::Placements { ranks, items, limit }]));
+        }
         let group_of = check_groups(&spec, &groups, &mut errors);
+        if !errors.is_empty() {
+            errors.truncate(MAX_FAULTS);
+            return Err(ManifestErrors(errors));
+        }
         let tables: Vec<Vec<ItemId>> = groups.iter().map(|g| g.items.clone()).collect();
         let mut sound = true;
+        // One for all ranks: proofs of freedom from overlap must not add up to more.
+        let mut budget = PROOF_RUNS;
         for (rank, r) in (0u32..).map(RankId::new).zip(&mut ranks) {
-            if let Err(faults) = r.layout.check(&spec, &r.placement, &tables) {
+            if let Err(mut faults) = r.layout.check_within(&spec, &r.placement, &tables, &mut budget) {
                 sound = false;
+                faults.truncate(MAX_FAULTS);
                 errors.extend(faults.into_iter().map(|error| ManifestError::Layout { rank, error }));
+                if errors.len() > MAX_FAULTS {
+                    break;
+                }
                 continue;
+            }
+            if errors.len() > MAX_FAULTS {
+                break;
             }
             check_block_tokens(&spec, &groups, &group_of, rank, r, &mut errors);
             order_components(&spec, &mut r.layout);
@@ -196,6 +238,7 @@ impl Manifest {
             coverage::check(&spec, &ranks, &mut errors);
         }
         if !errors.is_empty() {
+            errors.truncate(MAX_FAULTS);
             return Err(ManifestErrors(errors));
         }
         let digest = digest_of(&spec, &groups, &ranks);

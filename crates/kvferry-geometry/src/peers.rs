@@ -6,8 +6,8 @@
 //! is still equal is chosen by the salt, so that many small destination engines don't all read one rank.
 //!
 //! "Fewest" is found greedily: the rank that holds most of what is still missing comes first, and items that leave the
-//! least choice are assigned first. For interval placements this is the optimum; for placements made by hand it is an
-//! approximation, and always complete.
+//! least choice are assigned first. Where placements follow the usual rules this is the optimum; for intervals made by hand
+//! it may take one holder more than need be. It is always complete.
 //!
 //! Both engines compute the same map from the same two manifests and salt, and compare [`PeerMap::digest`].
 
@@ -21,6 +21,9 @@ use crate::manifest::coverage::cut_heads;
 use crate::placement::{HeadRange, Placement};
 use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
 use crate::units::{ItemId, Name, RankId};
+
+/// Comparisons that choosing holders may take in all.
+const WORK: u64 = 1 << 26;
 
 /// No map can be made.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -36,6 +39,15 @@ pub enum PeerError {
         item: Name,
         /// The limit.
         limit: u64,
+    },
+    /// The placements are cut into so many different pieces that choosing holders would take too long.
+    #[error(
+        "item {item}: the placements of source and destination are cut into too many different pieces to choose who reads \
+         from whom; use fewer distinct head intervals and token classes"
+    )]
+    TooComplex {
+        /// The first item concerned.
+        item: Name,
     },
     /// Bytes that no source rank holds. A proven manifest has none.
     #[error("item {item}: destination rank {dst} needs heads {heads} of tokens that no source rank holds")]
@@ -95,7 +107,8 @@ impl PeerMap {
     /// The map for one salt: a number that differs between consumers' engines and requests (their lease, say).
     ///
     /// # Errors
-    /// [`PeerError::Period`] where the two sides' context parallelism can't be brought to a common period.
+    /// [`PeerError::Period`] where the two sides' context parallelism can't be brought to a common period, and
+    /// [`PeerError::TooComplex`] where placements are cut too finely.
     pub fn new(c: &Compatible, salt: u64) -> Result<Self, PeerError> {
         Self::with_distance(c, salt, |_, _| 0)
     }
@@ -120,6 +133,7 @@ impl PeerMap {
             distance,
             salt,
             load: vec![0; c.src().ranks().len()],
+            work: WORK,
             shares: BTreeMap::new(),
             // Which source ranks a consumer reads already.
             reads: vec![Vec::new(); c.dst().ranks().len()],
@@ -131,7 +145,7 @@ impl PeerMap {
             builder.shares.into_iter().map(|((dst, src), shares)| RankPair { src, dst, shares }).collect();
         let item_sets: Vec<Vec<ItemId>> = sets.into_iter().map(|s| s.items).collect();
         let digest = digest_of(c, salt, &item_sets, &pairs);
-        Ok(Self { item_sets, pairs, of: (c.src().digest(), c.dst().digest()), digest })
+        Ok(Self { item_sets, pairs, of: c.digests(), digest })
     }
 
     /// Names this map and the two manifests it was made from.
@@ -142,7 +156,7 @@ impl PeerMap {
 
     /// Whether the map was made from these manifests.
     pub(crate) fn is_of(&self, c: &Compatible) -> bool {
-        self.of == (c.src().digest(), c.dst().digest())
+        self.of == c.digests()
     }
 
     /// All pairs that exchange bytes, by destination, then source.
@@ -242,7 +256,10 @@ impl ItemSet {
 struct Builder<D> {
     distance: D,
     salt: u64,
-    load: Vec<u64>,
+    /// Bytes assigned so far in [`MAX_PERIOD`] tokens, so that sets of different periods weigh alike.
+    load: Vec<u128>,
+    /// Comparisons left.
+    work: u64,
     shares: BTreeMap<(RankId, RankId), Vec<Share>>,
     reads: Vec<Vec<RankId>>,
 }
@@ -260,12 +277,17 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
             let mut missing: Vec<(HeadRange, TokenSet)> =
                 set.heads.iter().filter(|h| p.heads.contains(**h)).map(|h| (*h, wanted.clone())).collect();
             while let Some((heads, _)) = missing.first() {
+                let item = || c.dst().spec().get(set.items[0]).map_or_else(|| "?".into(), |i| i.name.clone());
+                let intervals: usize = missing.iter().map(|(_, tokens)| tokens.intervals.len()).sum();
+                let cost = (holders.len() as u64).saturating_mul(intervals as u64);
+                self.work = self.work.checked_sub(cost).ok_or_else(|| PeerError::TooComplex { item: item() })?;
                 let Some((gain, at)) = self.choose(dst, &holders, &missing) else {
-                    let item = c.dst().spec().get(set.items[0]).map_or_else(|| "?".into(), |i| i.name.clone());
+                    let item = item();
                     return Err(PeerError::Uncovered { item, dst, heads: *heads });
                 };
                 let (src, held_heads, held_tokens) = &holders[at];
-                self.load[src.index()] += gain * set.width;
+                let bytes = u128::from(gain) * u128::from(set.width);
+                self.load[src.index()] += bytes * u128::from(MAX_PERIOD) / u128::from(set.period);
                 if !self.reads[dst.index()].contains(src) {
                     self.reads[dst.index()].push(*src);
                 }

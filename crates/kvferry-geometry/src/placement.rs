@@ -20,6 +20,9 @@ use crate::units::{ItemId, Name, RankId, Tokens};
 
 /// The most ranks an engine can have.
 pub const MAX_RANKS: u32 = 1 << 14;
+/// The most placements of an engine, ranks times items, so that a few bytes that announce many of both are refused before
+/// anything of that size is made.
+pub const MAX_PLACEMENTS: usize = 1 << 18;
 /// The largest context-parallel factor.
 pub const MAX_CONTEXT: u32 = 1 << 10;
 
@@ -147,7 +150,7 @@ impl fmt::Display for TokenClass {
 }
 
 /// What one rank holds of one item.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Placement {
     /// Which heads.
     pub heads: HeadRange,
@@ -363,6 +366,8 @@ impl Parallelism {
         range("interleave", u64::from(self.interleave), 1 << 20);
         range("pp", self.stages.len() as u64, u64::from(MAX_RANKS));
         range("ranks", u64::from(self.ranks()), u64::from(MAX_RANKS));
+        let placements = u64::from(self.ranks()) * spec.items().len() as u64;
+        range("ranks times items", placements, MAX_PLACEMENTS as u64);
         if self.dcp > 0 && !self.tp.is_multiple_of(self.dcp) {
             errors.push(ParallelismError::DcpNotInTp { dcp: self.dcp, tp: self.tp });
         }

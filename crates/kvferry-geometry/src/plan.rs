@@ -5,8 +5,8 @@
 //! [`Phase`] is a set of tokens of that period with one block on each side; its loops are collapsed to the longest runs
 //! that both layouts allow. [`PairPlan::resolve`] then multiplies phases by a request's block tables.
 //!
-//! The size of a plan is O(classes × phases + items), never O(blocks). Where a period would have more than
-//! [`MAX_PERIOD_RUNS`] token runs, no phases are kept and `resolve` walks the request's tokens instead, with the same kind
+//! The size of a plan is O(classes × phases + items), never O(blocks). Where a class's period would bring a
+//! plan to more than [`MAX_PHASES`], none are kept for it and `resolve` walks the request's tokens instead, with the same kind
 //! of output.
 //!
 //! Planner code speaks of `src` and `dst` only: pull and push are one planner.
@@ -15,10 +15,11 @@ use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::batch::Base;
+use crate::batch::{Base, Side};
 use crate::compat::Compatible;
+use crate::digest::Digest;
 use crate::layout::PagedView;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, RankManifest};
 use crate::peers::{PeerMap, Share};
 use crate::placement::{HeadRange, Placement};
 use crate::spec::PagedItem;
@@ -36,16 +37,44 @@ use nest::{Cell, CompiledPhase};
 use side::SideGeometry;
 pub use walk::Phase;
 
-/// The most token runs of a period that are planned ahead.
-pub const MAX_PERIOD_RUNS: u64 = 4096;
+/// The most token runs that one plan keeps phases for, over all its classes.
+pub const MAX_PHASES: usize = 2048;
+/// The longest period that is planned ahead, in tokens.
+const MAX_PLANNED_PERIOD: u64 = 1 << 22;
 
 /// No plan for a pair of ranks.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The map was made from other manifests.
-    #[error("ranks {src} and {dst}: the peer map does not belong to these manifests")]
+    #[error("ranks {src} and {dst}: the peer map was made from other manifests")]
     ForeignMap {
+        /// Source rank.
+        src: RankId,
+        /// Destination rank.
+        dst: RankId,
+    },
+    /// The request was bound to other engines.
+    #[error("ranks {src} and {dst}: the request was bound to other engines than the plan was made for")]
+    ForeignRequest {
+        /// Source rank of the plan.
+        src: RankId,
+        /// Destination rank of the plan.
+        dst: RankId,
+    },
+    /// The engine has no such rank.
+    #[error("{side} rank {rank} does not exist; the engine has {ranks} ranks")]
+    UnknownRank {
+        /// Which side.
+        side: Side,
+        /// The rank.
+        rank: RankId,
+        /// Ranks of the engine.
+        ranks: usize,
+    },
+    /// The map gives a rank an item that it does not hold: the map is not what this crate computes.
+    #[error("ranks {src} and {dst}: the peer map names an item that is not placed on both")]
+    NotPlaced {
         /// Source rank.
         src: RankId,
         /// Destination rank.
@@ -114,6 +143,8 @@ impl ItemClass {
 pub struct PairPlan {
     src: RankId,
     dst: RankId,
+    /// Digests of the two engines' manifests.
+    of: (Digest, Digest),
     classes: Vec<ItemClass>,
 }
 
@@ -121,12 +152,14 @@ impl PairPlan {
     /// Plans one pair. A pair that exchanges nothing has a plan without classes.
     ///
     /// # Errors
-    /// [`PlanError::ForeignMap`] where `peers` was made from other manifests.
+    /// [`PlanError::ForeignMap`] where `peers` was made from other manifests, [`PlanError::UnknownRank`] where an engine has no
+    /// such rank.
     pub fn new(c: &Compatible, peers: &PeerMap, src: RankId, dst: RankId) -> Result<Self, PlanError> {
-        let foreign = || PlanError::ForeignMap { src, dst };
         if !peers.is_of(c) {
-            return Err(foreign());
+            return Err(PlanError::ForeignMap { src, dst });
         }
+        known(Side::Src, c.src(), src)?;
+        known(Side::Dst, c.dst(), dst)?;
         let mut classes = Vec::new();
         if let Some(pair) = peers.pair(src, dst) {
             for share in &pair.shares {
@@ -134,16 +167,16 @@ impl PairPlan {
                 let sources: Vec<ItemId> = items.iter().map(|&i| c.src_item(i)).collect();
                 let from = Place { manifest: c.src(), rank: src, items: &sources };
                 let to = Place { manifest: c.dst(), rank: dst, items };
-                classes_of(from, to, share, &mut classes).ok_or_else(foreign)?;
+                classes_of(from, to, share, &mut classes).ok_or(PlanError::NotPlaced { src, dst })?;
             }
         }
-        Ok(Self { src, dst, classes })
+        Ok(Self { src, dst, of: c.digests(), classes })
     }
 
     /// The plan that pairs a rank's places with themselves: a one-sided list of places, for zeroing.
-    pub(crate) fn of_rank(manifest: &Manifest, rank: RankId) -> Self {
+    pub(crate) fn of_rank(manifest: &Manifest, rank: RankId) -> Result<Self, PlanError> {
+        let placed = &known(Side::Dst, manifest, rank)?.placement;
         let mut classes = Vec::new();
-        let placed = manifest.rank(rank).map_or(&[][..], |r| &r.placement);
         let mut shares: Vec<(Placement, Vec<ItemId>)> = Vec::new();
         for (id, p) in (0u32..).map(ItemId::new).zip(placed) {
             let Some(p) = p else { continue };
@@ -156,10 +189,9 @@ impl PairPlan {
             let tokens = TokenSet::of_class(p.tokens, p.tokens.period());
             let share = Share { items: 0, heads: p.heads, tokens };
             let place = Place { manifest, rank, items };
-            // Every item is placed here, so there is nothing to fail.
-            let _ = classes_of(place, place, &share, &mut classes);
+            classes_of(place, place, &share, &mut classes).ok_or(PlanError::NotPlaced { src: rank, dst: rank })?;
         }
-        Self { src: rank, dst: rank, classes }
+        Ok(Self { src: rank, dst: rank, of: (manifest.digest(), manifest.digest()), classes })
     }
 
     /// The rank that is read.
@@ -179,6 +211,11 @@ impl PairPlan {
     pub fn classes(&self) -> &[ItemClass] {
         &self.classes
     }
+}
+
+/// The rank, where the engine has it.
+fn known(side: Side, manifest: &Manifest, rank: RankId) -> Result<&RankManifest, PlanError> {
+    manifest.rank(rank).ok_or(PlanError::UnknownRank { side, rank, ranks: manifest.ranks().len() })
 }
 
 /// One side of a share.
@@ -217,7 +254,10 @@ fn classes_of(src: Place<'_>, dst: Place<'_>, share: &Share, out: &mut Vec<ItemC
         }
     }
     for (_, indices) in members {
-        out.push(plan_class(src, dst, &indices, share)?);
+        let mut class = plan_class(src, dst, &indices, share)?;
+        let kept: usize = out.iter().map(|c| c.phases.len()).sum();
+        class.compile(MAX_PHASES.saturating_sub(kept));
+        out.push(class);
     }
     Some(())
 }
@@ -267,25 +307,20 @@ fn plan_class(src: Place<'_>, dst: Place<'_>, indices: &[usize], share: &Share) 
         linear: None,
     };
     class.linear = Linear::of(&class, s.2, d.2);
-    class.compile();
     Some(class)
 }
 
 impl ItemClass {
-    /// Keeps the phases of one period where there are few enough.
-    fn compile(&mut self) {
+    /// Keeps the phases of one period where it has at most `most` token runs.
+    fn compile(&mut self, most: usize) {
         let whole = if self.tokens.is_all() { 1 } else { self.tokens.period };
         let period = lcm(self.src.block_tokens, self.dst.block_tokens).and_then(|l| lcm(l, whole));
-        let Some(period) = period.filter(|&l| l <= self.run_bound()) else { return };
-        let runs = walk::Runs::new(self, 0, period);
-        let phases = walk::phases(runs);
-        self.phases = phases.into_iter().map(|phase| CompiledPhase::new(self, phase)).collect();
-        self.period = Some(period);
-    }
-
-    /// The longest period that has at most [`MAX_PERIOD_RUNS`] token runs, reckoning with the shortest runs there can be.
-    fn run_bound(&self) -> u64 {
-        let shortest = [&self.src, &self.dst].iter().map(|s| s.shortest_run()).min().unwrap_or(1);
-        MAX_PERIOD_RUNS.saturating_mul(shortest)
+        let Some(period) = period.filter(|&l| l <= MAX_PLANNED_PERIOD) else { return };
+        let runs: Vec<walk::Run> = walk::Runs::new(self, 0, period).take(most + 1).collect();
+        if runs.len() <= most {
+            let phases = walk::phases(runs.into_iter());
+            self.phases = phases.into_iter().map(|phase| CompiledPhase::new(self, phase)).collect();
+            self.period = Some(period);
+        }
     }
 }

@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use crate::compat::Compatible;
+use crate::digest::Digest;
 use crate::manifest::Manifest;
 use crate::spec::write_list;
 use crate::units::{BlockId, GroupId, Name, TokenRange, Tokens};
@@ -132,17 +133,24 @@ impl BlockTable {
         TokenRange::new(at(self.first), at(self.first.saturating_add(self.len)))
     }
 
-    /// An id that stands twice; ids are below `blocks`.
-    fn repeated(&self, blocks: u32) -> Option<BlockId> {
+    /// An id that stands twice among the entries `from` to `to`, counted from the first; ids are below `blocks`.
+    fn repeated(&self, blocks: u32, from: u64, to: u64) -> Option<BlockId> {
         match &self.ids {
             Ids::Stretches(list) => {
-                let mut sorted: Vec<(u32, u32)> = list.iter().map(|s| (s.id, s.count)).collect();
+                // The part of every stretch that lies inside; what is cut off has fewer than 2^32 entries.
+                let inside = |s: &Stretch| {
+                    let (a, b) = (s.position.max(from), (s.position + u64::from(s.count)).min(to));
+                    let cut = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+                    (a < b).then(|| (s.id + cut(a - s.position), cut(b - a)))
+                };
+                let mut sorted: Vec<(u32, u32)> = list.iter().filter_map(inside).collect();
                 sorted.sort_unstable();
                 sorted.windows(2).find(|w| w[1].0 - w[0].0 < w[0].1).map(|w| BlockId::new(w[1].0))
             }
             Ids::List(list) => {
                 let mut seen = vec![0u64; blocks as usize / 64 + 1];
-                list.iter().copied().find(|id| {
+                let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(list.len());
+                list[fits(from)..fits(to)].iter().copied().find(|id| {
                     let (word, bit) = (&mut seen[id.get() as usize / 64], 1u64 << (id.get() % 64));
                     core::mem::replace(word, *word | bit) & bit != 0
                 })
@@ -280,13 +288,25 @@ pub enum RequestError {
         /// Blocks that every rank has.
         blocks: BlockId,
     },
-    /// A destination block stands twice in one group.
-    #[error("destination group {group}: block {block} is listed twice; two tokens would share its bytes")]
+    /// A block stands twice in one group: at the destination anywhere, at the source among the blocks that are read.
+    #[error("{side} group {group}: block {block} is listed twice; two tokens would share its bytes")]
     RepeatedBlock {
+        /// Which side.
+        side: crate::batch::Side,
         /// The group.
         group: Name,
         /// The block.
         block: BlockId,
+    },
+    /// The destination says that it has more than the sequence is long.
+    #[error("destination group {group}: {cached} are cached, but the sequence has {tokens} only")]
+    CachedBeyond {
+        /// The group.
+        group: Name,
+        /// Tokens cached.
+        cached: Tokens,
+        /// Length of the sequence.
+        tokens: Tokens,
     },
     /// The destination lists too few blocks.
     #[error("destination group {group}: tokens {need} are needed, but its {blocks} blocks have room for {room} only")]
@@ -343,6 +363,8 @@ pub struct GroupMove {
 /// A request proven against its two engines.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BoundRequest {
+    /// Digests of the two engines' manifests.
+    of: (Digest, Digest),
     moves: Vec<GroupMove>,
     src: Vec<BlockTable>,
     dst: Vec<BlockTable>,
@@ -387,6 +409,7 @@ impl BoundRequest {
             return Err(RequestErrors(errors));
         }
         Ok(Self {
+            of: c.digests(),
             moves,
             src: request.src.into_iter().map(|g| g.table).collect(),
             dst: request.dst.into_iter().map(|g| g.table).collect(),
@@ -397,6 +420,11 @@ impl BoundRequest {
     #[must_use]
     pub fn moves(&self) -> &[GroupMove] {
         &self.moves
+    }
+
+    /// The engines it was bound to.
+    pub(crate) fn of(&self) -> (Digest, Digest) {
+        self.of
     }
 
     /// Whether nothing moves: the destination has all it needs.
@@ -423,17 +451,18 @@ fn check_table(
 ) {
     let group = &manifest.groups()[id.index()];
     let last = table.first.saturating_add(table.len);
-    if last.saturating_mul(group.block_tokens.get()) > MAX_TOKENS * 2 {
-        errors.push(RequestError::TooLong { what: "a table's last position", got: last, limit: MAX_TOKENS });
+    let (got, limit) = (last.saturating_mul(group.block_tokens.get()), MAX_TOKENS * 2);
+    if got > limit {
+        errors.push(RequestError::TooLong { what: "the last token that a table covers", got, limit });
     }
     let blocks = manifest.blocks(id);
     if table.end > u64::from(blocks.get()) {
         let (group, block) = (group.name.clone(), BlockId::new(u32::try_from(table.end - 1).unwrap_or(u32::MAX)));
         errors.push(RequestError::BlockOutOfRange { side, group, block, blocks });
     } else if side == crate::batch::Side::Dst
-        && let Some(block) = table.repeated(blocks.get())
+        && let Some(block) = table.repeated(blocks.get(), 0, u64::MAX)
     {
-        errors.push(RequestError::RepeatedBlock { group: group.name.clone(), block });
+        errors.push(RequestError::RepeatedBlock { side, group: group.name.clone(), block });
     }
 }
 
@@ -450,6 +479,10 @@ fn move_of(
     let n = request.tokens;
     let need = c.dst().retention(dst_group).needed(n).intersect(TokenRange::new(dst.cached, n));
     let none = TokenRange::new(need.end(), need.end());
+    if dst.cached > n {
+        let (group, cached) = (dst_info.name.clone(), dst.cached);
+        errors.push(RequestError::CachedBeyond { group, cached, tokens: n });
+    }
     if need.is_empty() {
         return GroupMove { src_group, dst_group, range: none, zero: none };
     }
@@ -463,11 +496,19 @@ fn move_of(
         let (group, blocks) = (src_info.name.clone(), src.table.len());
         errors.push(RequestError::NotHeld { group, need, held: src.held, listed, blocks });
     }
+    // Two positions that are read can't both be in one block. Placeholders before or after them may repeat.
+    let block = src_info.block_tokens.get().max(1);
+    let first = src.table.first;
+    let (from, to) = (need.start().get() / block, need.end().get().div_ceil(block));
+    let blocks = c.src().blocks(src_group).get();
+    if let Some(block) = src.table.repeated(blocks, from.saturating_sub(first), to.saturating_sub(first)) {
+        let (side, group) = (crate::batch::Side::Src, src_info.name.clone());
+        errors.push(RequestError::RepeatedBlock { side, group, block });
+    }
     let end = match src.tail {
         // A source that holds more than is asked for has other tokens there, not zeros.
         Tail::Frozen if src.held.end() == need.end() => {
-            let block = src_info.block_tokens.get();
-            Tokens::new(need.end().get().next_multiple_of(block.max(1)).min(room.end().get()))
+            Tokens::new(need.end().get().next_multiple_of(block).min(room.end().get()))
         }
         Tail::Frozen | Tail::Exact => need.end(),
     };

@@ -27,24 +27,6 @@ macro_rules! unit {
             pub const fn get(self) -> $raw {
                 self.0
             }
-
-            /// Sum, or `None` on overflow.
-            #[must_use]
-            pub const fn checked_add(self, other: Self) -> Option<Self> {
-                match self.0.checked_add(other.0) {
-                    Some(v) => Some(Self(v)),
-                    None => None,
-                }
-            }
-
-            /// Product with a count, or `None` on overflow.
-            #[must_use]
-            pub const fn checked_mul(self, count: $raw) -> Option<Self> {
-                match self.0.checked_mul(count) {
-                    Some(v) => Some(Self(v)),
-                    None => None,
-                }
-            }
         }
 
         impl fmt::Display for $name {
@@ -61,6 +43,30 @@ macro_rules! unit {
     };
 }
 
+macro_rules! quantity {
+    ($name:ident) => {
+        impl $name {
+            /// Sum, or `None` on overflow.
+            #[must_use]
+            pub const fn checked_add(self, other: Self) -> Option<Self> {
+                match self.0.checked_add(other.0) {
+                    Some(v) => Some(Self(v)),
+                    None => None,
+                }
+            }
+
+            /// Product with a count, or `None` on overflow.
+            #[must_use]
+            pub const fn checked_mul(self, count: u64) -> Option<Self> {
+                match self.0.checked_mul(count) {
+                    Some(v) => Some(Self(v)),
+                    None => None,
+                }
+            }
+        }
+    };
+}
+
 unit!(
     /// A length, offset or stride in bytes.
     Bytes, u64, " B"
@@ -69,6 +75,8 @@ unit!(
     /// A count of tokens, or a token's position in the sequence.
     Tokens, u64, " tokens"
 );
+quantity!(Bytes);
+quantity!(Tokens);
 unit!(
     /// A rank of one engine, counted over all of its parallel dimensions.
     RankId, u32, ""

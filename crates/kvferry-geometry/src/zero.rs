@@ -4,7 +4,7 @@
 
 use crate::batch::{Batch, Cursor, Descriptor};
 use crate::manifest::Manifest;
-use crate::plan::PairPlan;
+use crate::plan::{PairPlan, PlanError};
 use crate::request::BoundRequest;
 use crate::units::{Bytes, RankId, RegionId};
 
@@ -15,16 +15,20 @@ pub struct ZeroPlan {
 }
 
 impl ZeroPlan {
-    /// The plan of one rank; one that the engine lacks has none of its bytes zeroed.
-    #[must_use]
-    pub fn new(dst: &Manifest, rank: RankId) -> Self {
-        Self { plan: PairPlan::of_rank(dst, rank) }
+    /// The plan of one rank.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownRank`] where the engine has no such rank.
+    pub fn new(dst: &Manifest, rank: RankId) -> Result<Self, PlanError> {
+        Ok(Self { plan: PairPlan::of_rank(dst, rank)? })
     }
 
     /// The ranges that a request zeroes on this rank.
-    #[must_use]
-    pub fn resolve(&self, request: &BoundRequest) -> ZeroBatch {
-        ZeroBatch { batch: self.plan.resolve_zero(request) }
+    ///
+    /// # Errors
+    /// [`PlanError::ForeignRequest`] where the request was bound to another destination engine.
+    pub fn resolve(&self, request: &BoundRequest) -> Result<ZeroBatch, PlanError> {
+        Ok(ZeroBatch { batch: self.plan.resolve_zero(request)? })
     }
 }
 

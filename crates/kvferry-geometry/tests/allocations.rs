@@ -92,7 +92,7 @@ fn allocations_do_not_grow_with_blocks() {
                 dst: vec![DstGroup { table: scattered(31_415, block(c.dst())), cached: Tokens::ZERO }],
             };
             let bound = BoundRequest::new(&c, request).unwrap();
-            let (batch, resolving) = counted(|| plan.resolve(&bound));
+            let (batch, resolving) = counted(|| plan.resolve(&bound).unwrap());
             let mut buffer = vec![Descriptor::default(); 256];
             let (seen, expanding) = counted(|| {
                 let (mut cursor, mut seen) = (batch.cursor(), 0u64);

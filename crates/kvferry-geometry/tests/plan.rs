@@ -84,7 +84,7 @@ fn equal_shapes_are_one_class_one_phase_one_run() {
     // Every second block, so that nothing is adjacent; 1,000 blocks.
     let table: Vec<u32> = (0..1000).map(|i| 2 * i).collect();
     let bound = BoundRequest::new(&c, request(16_000, 0, ids(&table), ids(&table))).unwrap();
-    let batch = plan.resolve(&bound);
+    let batch = plan.resolve(&bound).unwrap();
     assert_eq!((batch.rows(), batch.descriptors()), (1080, 80_000));
     assert_eq!(batch.bytes().get(), 16_000 * 80 * 2 * 512);
     // In one stretch it is one run for each layer.
@@ -93,7 +93,7 @@ fn equal_shapes_are_one_class_one_phase_one_run() {
         request(16_000, 0, BlockTable::contiguous(0, BlockId::new(5), 1000), ids(&(0..1000).collect::<Vec<_>>())),
     )
     .unwrap();
-    assert_eq!(flat(&plan.resolve(&bound)).len(), 80);
+    assert_eq!(flat(&plan.resolve(&bound).unwrap()).len(), 80);
 }
 
 #[test]
@@ -118,12 +118,12 @@ fn blocks_of_different_sizes_pair_by_position_and_leave_a_tail() {
     let src: Vec<u32> = (1..=10).collect();
     let bound = BoundRequest::new(&c, request(40, 0, ids(&src), ids(&[1, 2, 3]))).unwrap();
     // Both tables are stretches of consecutive blocks, and tokens lie end to end on both sides.
-    assert_eq!(flat(&plan.resolve(&bound)).len(), 1);
+    assert_eq!(flat(&plan.resolve(&bound).unwrap()).len(), 1);
     let bound = BoundRequest::new(&c, request(40, 0, ids(&src), ids(&[1, 3, 2]))).unwrap();
-    assert_eq!(flat(&plan.resolve(&bound)).len(), 3);
+    assert_eq!(flat(&plan.resolve(&bound).unwrap()).len(), 3);
     let bound = BoundRequest::new(&c, request(40, 0, ids(&src), ids(&[1, 2, 3]))).unwrap();
     let mut pairs: Vec<(u64, u64)> = Vec::new();
-    for d in flat(&plan.resolve(&bound)) {
+    for d in flat(&plan.resolve(&bound).unwrap()) {
         for token in 0..d.len / 512 {
             pairs.push((d.dst_offset / 512 + token, d.src_offset / 512 + token));
         }
@@ -131,7 +131,7 @@ fn blocks_of_different_sizes_pair_by_position_and_leave_a_tail() {
     pairs.sort_unstable();
     let expected: Vec<(u64, u64)> = (0..40).map(|t| (16 + t, 4 + t)).collect();
     assert_eq!(pairs, expected);
-    let zero = ZeroPlan::new(c.dst(), RankId::ZERO).resolve(&bound);
+    let zero = ZeroPlan::new(c.dst(), RankId::ZERO).unwrap().resolve(&bound).unwrap();
     let ranges: Vec<(u64, u64)> = zero.ranges().map(|z| (z.offset, z.len)).collect();
     assert_eq!(ranges, [((3 * 16 + 8) * 512, 8 * 512)]);
 }
@@ -145,7 +145,7 @@ fn a_hit_at_any_token_moves_exactly_the_rest() {
         let plan = PairPlan::new(&c, &peers, RankId::ZERO, RankId::ZERO).unwrap();
         for cached in 0..=50 {
             let bound = BoundRequest::new(&c, request(50, cached, ids(&[3, 9, 4, 1]), ids(&[0, 2, 4, 6]))).unwrap();
-            let bytes: u64 = flat(&plan.resolve(&bound)).iter().map(|d| d.len).sum();
+            let bytes: u64 = flat(&plan.resolve(&bound).unwrap()).iter().map(|d| d.len).sum();
             assert_eq!(bytes, (50 - cached) * 1024 * layers as u64, "{style:?} {cached}");
         }
     }
@@ -158,11 +158,11 @@ fn rows_of_all_layers_move_whole_when_both_sides_pack() {
     let peers = PeerMap::new(&c, 0).unwrap();
     let plan = PairPlan::new(&c, &peers, RankId::ZERO, RankId::ZERO).unwrap();
     let bound = BoundRequest::new(&c, request(48, 0, ids(&[1, 3, 5]), ids(&[2, 4, 8]))).unwrap();
-    assert_eq!(flat(&plan.resolve(&bound)).len(), 3);
+    assert_eq!(flat(&plan.resolve(&bound).unwrap()).len(), 3);
     // Against a source that does not pack, a slice for each layer.
     let c = Compatible::new(engine(2, 16, HND).manifest(), engine(2, 16, rows).manifest()).unwrap();
     let peers = PeerMap::new(&c, 0).unwrap();
     let plan = PairPlan::new(&c, &peers, RankId::ZERO, RankId::ZERO).unwrap();
     let bound = BoundRequest::new(&c, request(48, 0, ids(&[1, 3, 5]), ids(&[2, 4, 8]))).unwrap();
-    assert_eq!(flat(&plan.resolve(&bound)).len(), 240);
+    assert_eq!(flat(&plan.resolve(&bound).unwrap()).len(), 240);
 }

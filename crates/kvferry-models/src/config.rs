@@ -368,7 +368,7 @@ fn retentions(family: &Family, layers: u32, text: Section<'_>, faults: &mut Faul
     let stated = text.count(key, u32::MAX, faults);
     let window = stated.filter(|_| !off).map(|w| Retention::Window(Tokens::new(w.into())));
     if text.get("layer_types").is_some() {
-        return typed(layers, stated.map(|w| Retention::Window(Tokens::new(w.into()))), text, faults);
+        return typed(layers, window, text, faults);
     }
     let all = |r: Retention| (0..layers).map(|_| r).collect();
     match (family.window, window) {
@@ -438,7 +438,7 @@ fn typed(layers: u32, window: Option<Retention>, text: Section<'_>, faults: &mut
             }
         };
         let Some(kept) = kept else {
-            let fault = format!("layer {i} needs {size}, which has no value");
+            let fault = format!("layer {i} needs {size}, which has no value or is switched off");
             faults.push(node.line, text.key(key), InputFault::Contradiction(fault));
             return None;
         };

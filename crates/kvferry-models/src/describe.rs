@@ -6,7 +6,7 @@ use std::path::Path;
 
 use kvferry_geometry::layout::{CacheLayout, LayoutStyle};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
-use kvferry_geometry::placement::{HeadRule, MAX_RANKS, Parallelism, RankCoordinates, RankPlacement};
+use kvferry_geometry::placement::{HeadRule, MAX_PLACEMENTS, MAX_RANKS, Parallelism, RankCoordinates, RankPlacement};
 use kvferry_geometry::spec::{Item, ModelSpec};
 use kvferry_geometry::units::{ItemId, RankId, RegionId, Tokens};
 
@@ -26,8 +26,6 @@ pub const DEFAULT_BLOCKS: u32 = 1024;
 pub const MAX_BLOCK_SIZE: u32 = 1 << 16;
 /// The most blocks.
 pub const MAX_BLOCKS: u32 = 1 << 28;
-/// The most placements (ranks times items) of one description.
-pub const MAX_PLACEMENTS: u64 = 1 << 18;
 
 /// An engine: a model, the choices that change its cache, and how ranks, blocks and memory are laid out.
 ///
@@ -248,8 +246,8 @@ impl EngineDescription {
         let limit = u64::from(MAX_RANKS);
         if ranks > limit {
             errors.push(self.error("parallel", InputFault::TooLarge { what: "tp x pp x pcp", got: ranks, limit }));
-        } else if ranks * items as u64 > MAX_PLACEMENTS {
-            let (got, limit) = (ranks * items as u64, MAX_PLACEMENTS);
+        } else if ranks * items as u64 > MAX_PLACEMENTS as u64 {
+            let (got, limit) = (ranks * items as u64, MAX_PLACEMENTS as u64);
             errors.push(self.error("parallel", InputFault::TooLarge { what: "ranks x cache items", got, limit }));
         }
     }

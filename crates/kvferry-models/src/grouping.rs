@@ -6,7 +6,6 @@ use kvferry_geometry::units::ItemId;
 
 use crate::describe::{DEFAULT_BLOCKS, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS};
 use crate::error::{InputError, InputFault};
-use crate::shape::Shape;
 
 /// Which items share a block table.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -172,8 +171,8 @@ impl EngineDescription {
             let text = format!("is {kernel}, which does not divide block_size {size}; choose one that does");
             push_once(errors, self.error(&key("kernel_block", own("kernel_block")), InputFault::Contradiction(text)));
         }
-        let Shape { interleave, dcp, pcp, .. } = self.shape;
-        if interleave > 0 && (dcp > 1 || pcp > 1) && !size.is_multiple_of(interleave) {
+        let interleave = self.shape.interleave;
+        if interleave > 0 && self.shape.context() > 1 && !size.is_multiple_of(interleave) {
             let text = format!("is {interleave}, which does not divide block_size {size}; choose one that does");
             push_once(errors, self.error("parallel.interleave", InputFault::Contradiction(text)));
         }

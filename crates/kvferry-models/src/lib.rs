@@ -26,9 +26,7 @@ mod stages;
 mod toml_tree;
 mod tree;
 
-pub use describe::{
-    DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_PLACEMENTS,
-};
+pub use describe::{DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS};
 pub use describe_toml::layout_named;
 pub use dtype::{Dtype, IndexerDtype, KvDtype, UnknownDtype};
 pub use error::{InputError, InputErrors, InputFault, MAX_FAULTS};

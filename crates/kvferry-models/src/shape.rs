@@ -59,6 +59,14 @@ impl Shape {
         self.tp.saturating_mul(self.pp).saturating_mul(self.pcp)
     }
 
+    /// How many ranks share the tokens of a sequence.
+    pub(crate) fn context(&self) -> u32 {
+        match self.pcp_mode {
+            PcpMode::Shard => self.dcp.saturating_mul(self.pcp),
+            PcpMode::Replicate => self.dcp,
+        }
+    }
+
     pub(crate) fn set(&mut self, key: &str, value: u32) {
         match key {
             "tp" => self.tp = value,

@@ -69,7 +69,7 @@ fn every_fault_names_key_and_line() {
         ),
         (
             with("\"layer_types\": [\"full_attention\",\n\"sliding_attention\"]"),
-            "c.json:3: layer_types: layer 1 needs sliding_window, which has no value",
+            "c.json:3: layer_types: layer 1 needs sliding_window, which has no value or is switched off",
         ),
         (with("\"num_kv_shared_layers\": 2"), "c.json:2: num_kv_shared_layers: is 2; it must be 0 to 1"),
         (with("\"text_config\": 1"), "c.json:2: text_config: must be a table, not the number 1"),

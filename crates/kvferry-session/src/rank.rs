@@ -15,12 +15,14 @@ use std::time::Duration;
 use kvferry_geometry::batch::Side;
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::request::BoundRequest;
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_proto::manifest::{EngineManifest, RankJoin};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::{DigestOrder, FromRank, PullId, PullOrder, RankFault, Stage, ToRank};
-use kvferry_transport::{ConnectError, Event, OpId, OpKind, Outcome, PeerId, Submission, SubmitError, Transport};
+use kvferry_transport::{
+    ConnectError, Event, OpId, OpKind, Outcome, PeerId, Region, Submission, SubmitError, Transport,
+};
 
 use crate::bind::bind_read;
 use crate::cache::LocalCache;
@@ -124,8 +126,13 @@ impl RankSession {
         self.now = now;
         match message {
             ToRank::Welcome(engine) => {
-                self.zeros = Some(ZeroPlan::new(engine.cache(), self.who.rank));
-                self.standing = Standing::Member(engine);
+                self.standing = match ZeroPlan::new(engine.cache(), self.who.rank) {
+                    Ok(zeros) => {
+                        self.zeros = Some(zeros);
+                        Standing::Member(engine)
+                    }
+                    Err(error) => Standing::Refused(error.to_string()),
+                };
             }
             ToRank::Refused(reason) => self.standing = Standing::Refused(reason),
             ToRank::Peer(manifest) => {
@@ -236,7 +243,8 @@ impl RankSession {
         let mut batches = Vec::new();
         for src in map.sources_of(self.who.rank) {
             let plan = direction.plan(pairing.salt, src, self.who.rank).map_err(|e| unfit(&e))?;
-            batches.push((src, plan.uncoalesced(&request), plan.resolve(&request)));
+            let before = plan.uncoalesced(&request).map_err(|e| unfit(&e))?;
+            batches.push((src, before, plan.resolve(&request).map_err(|e| unfit(&e))?));
         }
         let mut sources = BTreeMap::new();
         for (src, before, batch) in batches {
@@ -333,14 +341,8 @@ impl RankSession {
 
     fn zero_and_compare(&mut self, id: PullId) {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let zeros = self.zeros.as_ref().map(|z| z.resolve(&pull.request)).unwrap_or_default();
-        let regions = self.cache.regions();
-        let zeroed = zeros.ranges().try_for_each(|r| match regions.get(r.region.index()) {
-            Some(memory) => memory.fill(r.offset, r.len, 0).map_err(|e| e.to_string()),
-            None => Err(format!("region {} is not registered", r.region)),
-        });
-        let next = match zeroed {
-            Ok(()) => pull.compare(zeros.bytes(), self.now),
+        let next = match zero(self.zeros.as_ref(), &pull.request, self.cache.regions()) {
+            Ok(bytes) => pull.compare(bytes, self.now),
             Err(text) => pull.fail(RankFault { stage: Stage::Zero, text, in_doubt: false, bad: Vec::new() }),
         };
         self.go_on(id, next);
@@ -364,8 +366,9 @@ impl RankSession {
         direction.agreed_map(pairing.salt, pairing.peer_map).map_err(|e| text(&e))?;
         let request = BoundRequest::new(direction.compatible(), order.request).map_err(|e| text(&e))?;
         let plan = direction.plan(pairing.salt, self.who.rank, order.dst).map_err(|e| text(&e))?;
-        let batch = plan.resolve(&request).check(&self.cache.lens(), &peer.region_lens(order.dst));
-        let batch = Arc::new(batch.map_err(|e| text(&e))?);
+        let batch = plan.resolve(&request).map_err(|e| text(&e))?;
+        let bounded = batch.check(&self.cache.lens(), &peer.region_lens(order.dst));
+        let batch = Arc::new(bounded.map_err(|e| text(&e))?);
         RunDigester::new(batch, Side::Src, order.windows).map_err(|e| text(&e))
     }
 
@@ -398,6 +401,17 @@ impl RankSession {
             }
         }
     }
+}
+
+/// Zeroes what lies beyond the moved tokens; gives how many bytes.
+fn zero(plan: Option<&ZeroPlan>, request: &BoundRequest, regions: &[Region]) -> Result<Bytes, String> {
+    let plan = plan.ok_or("the engine is not complete")?;
+    let zeros = plan.resolve(request).map_err(|e| e.to_string())?;
+    for r in zeros.ranges() {
+        let memory = regions.get(r.region.index()).ok_or_else(|| format!("region {} is not registered", r.region))?;
+        memory.fill(r.offset, r.len, 0).map_err(|e| e.to_string())?;
+    }
+    Ok(zeros.bytes())
 }
 
 impl std::fmt::Debug for RankSession {

@@ -126,7 +126,7 @@ impl Case {
         let mut batches = Vec::new();
         for pair in peers.pairs() {
             let plan = PairPlan::new(&compatible, &peers, pair.src(), pair.dst()).map_err(|e| e.to_string())?;
-            batches.push((pair.src(), pair.dst(), plan.resolve(&bound)));
+            batches.push((pair.src(), pair.dst(), plan.resolve(&bound).map_err(|e| e.to_string())?));
         }
         Ok(Plan { compatible, peers, bound, batches })
     }
@@ -170,7 +170,8 @@ impl Case {
         }
         for rank in 0..small(self.dst.ranks().len() as u64) {
             let rank = RankId::new(rank);
-            let zeros = ZeroPlan::new(&self.dst, rank).resolve(&plan.bound);
+            let zeros =
+                ZeroPlan::new(&self.dst, rank).and_then(|z| z.resolve(&plan.bound)).map_err(|e| e.to_string())?;
             for range in zeros.ranges() {
                 run.zero(rank, range.region, range.offset, range.len).map_err(|e| e.to_string())?;
             }

@@ -116,7 +116,7 @@ impl Draft {
         let dealt = if sizes.context() == 1 { 1 } else { interleave };
         let mut block_sizes: Vec<u32> = groups.iter().map(|_| random_block_size(c, dealt)).collect();
         if let Some(n) = prime {
-            block_sizes.fill(if n == 3 { 19 } else { 23 });
+            block_sizes.fill(if n == 3 { 61 } else { 67 });
         } else if let Kin::Like(other) = kin
             && let same = small(other.groups[0].block_tokens.get())
             && same.is_multiple_of(sizes.context() * dealt)

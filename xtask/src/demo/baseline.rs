@@ -41,7 +41,7 @@ impl Baseline {
         for (&source, lens) in sources.iter().zip(&all) {
             let plan = PairPlan::new(&compatible, &peers, source, rank)?;
             for request in &bound {
-                let batch = plan.resolve(request).check(lens, &dst.region_lens(rank))?;
+                let batch = plan.resolve(request)?.check(lens, &dst.region_lens(rank))?;
                 let from =
                     |id: RegionId| buffers.get(id.index())?.part(0, usize::try_from(lens.get(id.index())?.get()).ok()?);
                 let to = |id: RegionId| regions.get(id.index()).cloned();

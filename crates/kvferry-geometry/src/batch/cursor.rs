@@ -143,8 +143,9 @@ fn fill_blocks(base: &Base, part: &Part, place: &mut Place, out: &mut [Descripto
         let first = pair_of(part, run, place.pair);
         let mut next = at_block(start, part, first.0, first.1);
         let take = ((run.count - place.pair) as usize).min(out.len() - n);
-        let src = part.src_block_stride * u64::from(part.src_step);
-        let dst = part.dst_block_stride * u64::from(part.dst_step);
+        // Wrapping: a step that no pair takes may be any number.
+        let src = part.src_block_stride.wrapping_mul(u64::from(part.src_step));
+        let dst = part.dst_block_stride.wrapping_mul(u64::from(part.dst_step));
         n += emit(&mut out[n..n + take], &mut next, src, dst);
         place.advance_pairs(run, u32::try_from(take).unwrap_or(u32::MAX));
     }

@@ -9,8 +9,8 @@ use super::PagedView;
 use crate::spec::PagedItem;
 use crate::units::ItemId;
 
-/// The most runs that the fallback lists.
-const MAX_RUNS: u128 = 1 << 20;
+/// The most runs that the fallback lists for one set of places that meet.
+pub(super) const MAX_RUNS: u64 = 1 << 20;
 
 /// `run` bytes at `offset` and at every step of the loops.
 #[derive(Clone, Debug)]
@@ -63,7 +63,7 @@ pub(super) fn extents(paged: &PagedItem, heads: u32, view: &PagedView) -> Vec<Ex
 }
 
 /// Proves that no byte belongs to two places.
-pub(super) fn prove_disjoint(mut members: Vec<(ItemId, Extent)>) -> Result<(), Failure> {
+pub(super) fn prove_disjoint(mut members: Vec<(ItemId, Extent)>, budget: &mut u64) -> Result<(), Failure> {
     members.sort_by_key(|(_, e)| e.offset);
     // Clusters of extents whose spans meet; clusters can't meet each other.
     let mut start = 0;
@@ -74,13 +74,13 @@ pub(super) fn prove_disjoint(mut members: Vec<(ItemId, Extent)>) -> Result<(), F
             end = end.max(members[next].1.end());
             next += 1;
         }
-        prove_cluster(members[start..next].to_vec())?;
+        prove_cluster(members[start..next].to_vec(), budget)?;
         start = next;
     }
     Ok(())
 }
 
-fn prove_cluster(members: Vec<(ItemId, Extent)>) -> Result<(), Failure> {
+fn prove_cluster(members: Vec<(ItemId, Extent)>, budget: &mut u64) -> Result<(), Failure> {
     let Some((first, extent)) = members.first() else { return Ok(()) };
     if members.len() == 1 && extent.dims.is_empty() {
         return Ok(());
@@ -94,23 +94,26 @@ fn prove_cluster(members: Vec<(ItemId, Extent)>) -> Result<(), Failure> {
             let low = inner.iter().map(|(_, e)| e.offset).min().unwrap_or(0);
             let high = inner.iter().map(|(_, e)| e.end()).max().unwrap_or(0);
             if high - low <= outer.1 {
-                return prove_disjoint(inner);
+                return prove_disjoint(inner, budget);
             }
         }
     } else if members.iter().all(|(_, e)| e.dims.is_empty()) {
         // Plain runs whose spans meet.
         return Err(Failure::Overlap(*first, members[1].0));
     }
-    by_listing(&members)
+    by_listing(&members, budget)
 }
 
 /// Lists every run and looks for two that meet.
-fn by_listing(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
+fn by_listing(members: &[(ItemId, Extent)], budget: &mut u64) -> Result<(), Failure> {
     let runs = |e: &Extent| e.dims.iter().map(|d| d.0).fold(1u128, u128::saturating_mul);
     let total = members.iter().map(|(_, e)| runs(e)).fold(0u128, u128::saturating_add);
-    if total > MAX_RUNS {
-        return shrink(members);
+    if total > u128::from(MAX_RUNS) {
+        return shrink(members, budget);
     }
+    let cost = u64::try_from(total).unwrap_or(u64::MAX);
+    *budget =
+        budget.checked_sub(cost).ok_or_else(|| Failure::Unprovable(members.first().map_or(ItemId::ZERO, |m| m.0)))?;
     let mut list: Vec<(u128, u128, ItemId)> = Vec::new();
     for (id, e) in members {
         let mut starts = alloc::vec![e.offset];
@@ -128,7 +131,7 @@ fn by_listing(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
 
 /// Too many runs to list. Where all share their outermost loop, overlap between steps `i` and `j` depends only on
 /// `j - i`, and steps further apart than the inside is long can't meet: so a few steps stand for all of them.
-fn shrink(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
+fn shrink(members: &[(ItemId, Extent)], budget: &mut u64) -> Result<(), Failure> {
     let fail = |m: &[(ItemId, Extent)]| Failure::Unprovable(m.first().map_or(ItemId::ZERO, |m| m.0));
     let outer = members.first().and_then(|(_, e)| e.dims.first().copied()).ok_or_else(|| fail(members))?;
     let (count, stride) = outer;
@@ -149,7 +152,7 @@ fn shrink(members: &[(ItemId, Extent)]) -> Result<(), Failure> {
             (*id, e)
         })
         .collect();
-    by_listing(&few)
+    by_listing(&few, budget)
 }
 
 #[cfg(test)]
@@ -198,7 +201,7 @@ mod tests {
                 })
                 .collect();
             let expected = truth(&members);
-            assert_eq!(prove_disjoint(members.clone()).is_ok(), expected, "{members:?}");
+            assert_eq!(prove_disjoint(members.clone(), &mut MAX_RUNS.clone()).is_ok(), expected, "{members:?}");
             if expected { yes += 1 } else { no += 1 }
         }
         assert!(yes > 1000 && no > 1000, "{yes} disjoint, {no} overlapping");
@@ -209,11 +212,11 @@ mod tests {
         // Two components whose planes are interleaved so that strides do not nest.
         let a = extent(0, &[(1 << 22, 64), (2, 32)], 8);
         let b = extent(8, &[(1 << 22, 64), (2, 32)], 24);
-        assert_eq!(prove_disjoint(vec![a.clone(), b]), Ok(()));
+        assert_eq!(prove_disjoint(vec![a.clone(), b], &mut MAX_RUNS.clone()), Ok(()));
         let c = extent(16, &[(1 << 22, 64), (3, 40)], 8);
         let d = extent(4, &[(1 << 22, 64)], 8);
-        assert!(prove_disjoint(vec![a.clone(), d]).is_err());
-        assert_eq!(prove_disjoint(vec![a, c]).is_ok(), {
+        assert!(prove_disjoint(vec![a.clone(), d], &mut MAX_RUNS.clone()).is_err());
+        assert_eq!(prove_disjoint(vec![a, c], &mut MAX_RUNS.clone()).is_ok(), {
             let few = |e: &[(u128, u128)], o| extent(o, e, 8);
             truth(&[few(&[(8, 64), (2, 32)], 0), few(&[(8, 64), (3, 40)], 16)])
         });

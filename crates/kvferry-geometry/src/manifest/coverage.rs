@@ -1,45 +1,74 @@
 //! The proof that an engine's ranks together hold every byte of every item.
 
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use alloc::vec::Vec;
 
-use super::{ManifestError, RankManifest};
-use crate::placement::{HeadRange, Placement};
+use super::{MAX_FAULTS, ManifestError, RankManifest};
+use crate::placement::{HeadRange, Placement, TokenClass};
 use crate::spec::{Item, ModelSpec};
 use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
 
+/// Comparisons that the proofs of one manifest may take in all.
+const WORK: u64 = 1 << 26;
+
 pub(super) fn check(spec: &ModelSpec, ranks: &[RankManifest], errors: &mut Vec<ManifestError>) {
+    let mut work = WORK;
+    // Layers are mostly placed alike, and one proof serves them all.
+    let mut proven: BTreeSet<(u32, Vec<Placement>)> = BTreeSet::new();
     for (id, item) in spec.iter() {
-        let mut placed: Vec<Placement> = Vec::new();
-        for p in ranks.iter().filter_map(|r| r.placement[id.index()]) {
-            if !placed.contains(&p) {
-                placed.push(p);
-            }
+        let placed: BTreeSet<Placement> = ranks.iter().filter_map(|r| r.placement[id.index()]).collect();
+        let key = (item.as_paged().heads, placed.into_iter().collect());
+        if proven.contains(&key) {
+            continue;
         }
-        check_item(item, &placed, errors);
+        let before = errors.len();
+        check_item(item, &key.1, &mut work, errors);
+        if errors.len() == before {
+            proven.insert(key);
+        } else if errors.len() > MAX_FAULTS {
+            return;
+        }
     }
 }
 
-fn check_item(item: &Item, placed: &[Placement], errors: &mut Vec<ManifestError>) {
+fn check_item(item: &Item, placed: &[Placement], work: &mut u64, errors: &mut Vec<ManifestError>) {
+    let name = || item.name.clone();
     let mut period = 1u64;
     for p in placed {
         match lcm(period, p.tokens.period()).filter(|&l| l <= MAX_PERIOD) {
             Some(l) => period = l,
             None => {
-                errors.push(ManifestError::Period { item: item.name.clone(), limit: MAX_PERIOD });
+                errors.push(ManifestError::Period { item: name(), limit: MAX_PERIOD });
                 return;
             }
         }
     }
     let all = TokenSet { period, intervals: vec![(0, period)] };
+    let mut sets: BTreeMap<TokenClass, TokenSet> = BTreeMap::new();
     for heads in cut_heads(item.as_paged().heads, placed.iter().map(|p| p.heads)) {
-        let held = placed
-            .iter()
-            .filter(|p| p.heads.contains(heads))
-            .map(|p| TokenSet::of_class(p.tokens, period))
-            .fold(TokenSet::empty(period), |sum, set| sum.union(&set));
-        if let Some(&(start, end)) = all.minus(&held).intervals.first() {
-            errors.push(ManifestError::Uncovered { item: item.name.clone(), heads, start, end, period });
+        let classes: BTreeSet<TokenClass> =
+            placed.iter().filter(|p| p.heads.contains(heads)).map(|p| p.tokens).collect();
+        let mut cost = placed.len() as u64;
+        let mut missing = all.clone();
+        for class in classes {
+            let set = sets.entry(class).or_insert_with(|| TokenSet::of_class(class, period));
+            cost += (set.intervals.len() + missing.intervals.len()) as u64;
+            missing = missing.minus(set);
+            if missing.is_empty() || cost > *work {
+                break;
+            }
+        }
+        let Some(left) = work.checked_sub(cost) else {
+            errors.push(ManifestError::TooComplex { item: name() });
+            return;
+        };
+        *work = left;
+        if let Some(&(start, end)) = missing.intervals.first() {
+            errors.push(ManifestError::Uncovered { item: name(), heads, start, end, period });
+            if errors.len() > MAX_FAULTS {
+                return;
+            }
         }
     }
 }

@@ -91,7 +91,7 @@ impl Cell {
     fn extends_to(&self, next: &Self) -> bool {
         let even = |a: &CellSide, b: &CellSide| {
             let far = b.offset.checked_sub(a.offset);
-            far.is_some_and(|far| far > 0 && (self.count == 1 || far == a.stride * self.count))
+            far.is_some_and(|far| far > 0 && (self.count == 1 || a.stride.checked_mul(self.count) == Some(far)))
         };
         self.run == next.run && self.strides_equal(next) && even(&self.src, &next.src) && even(&self.dst, &next.dst)
     }
@@ -174,8 +174,8 @@ fn collapse(mut dims: ArrayVec<Dim, MAX_DIMS>, mut run: u64) -> Nest {
     for inner in dims {
         match merged.last_mut() {
             Some(outer)
-                if outer.src_stride == inner.src_stride * inner.count
-                    && outer.dst_stride == inner.dst_stride * inner.count =>
+                if inner.src_stride.checked_mul(inner.count) == Some(outer.src_stride)
+                    && inner.dst_stride.checked_mul(inner.count) == Some(outer.dst_stride) =>
             {
                 *outer = Dim { count: outer.count * inner.count, ..inner };
             }

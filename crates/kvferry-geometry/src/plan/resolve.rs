@@ -5,9 +5,9 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use super::nest::{CompiledPhase, PlacedNest};
-use super::{ItemClass, PairPlan, walk};
+use super::{ItemClass, PairPlan, PlanError, walk};
 use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section};
-use crate::request::{BlockTable, BoundRequest, Reader};
+use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
 use crate::units::{BlockId, TokenRange};
 
 /// Steps and block strides of the parts of one class.
@@ -20,22 +20,23 @@ struct Steps {
 impl PairPlan {
     /// The byte ranges that move for a request: exactly its moved tokens, nothing else.
     ///
-    /// The request must have been bound to the engines of this plan; then every place lies inside its region.
-    #[must_use]
-    pub fn resolve(&self, request: &BoundRequest) -> Batch {
+    /// # Errors
+    /// [`PlanError::ForeignRequest`] where the request was bound to other engines: its blocks mean other tokens there.
+    pub fn resolve(&self, request: &BoundRequest) -> Result<Batch, PlanError> {
         let mut sections = Vec::new();
         for class in &self.classes {
             let (src, dst) = class.groups;
-            let Some(moved) = request.moves().iter().find(|m| (m.src_group, m.dst_group) == (src, dst)) else {
-                continue;
-            };
+            let moved = self.move_of(class, request)?;
             class.resolve(moved.range, request.src_table(src), request.dst_table(dst), &mut sections);
         }
-        Batch::new(sections)
+        Ok(Batch::new(sections))
     }
 
     /// The places of a self-plan that a request zeroes.
-    pub(crate) fn resolve_zero(&self, request: &BoundRequest) -> Batch {
+    pub(crate) fn resolve_zero(&self, request: &BoundRequest) -> Result<Batch, PlanError> {
+        if request.of().1 != self.of.1 {
+            return Err(self.foreign());
+        }
         let mut sections = Vec::new();
         for class in &self.classes {
             let group = class.groups.1;
@@ -45,18 +46,30 @@ impl PairPlan {
             let table = request.dst_table(group);
             class.resolve(zero, table, table, &mut sections);
         }
-        Batch::new(sections)
+        Ok(Batch::new(sections))
     }
 
     /// How many contiguous ranges a request would take if nothing were joined across heads, blocks and items: what
     /// coalescing starts from.
-    #[must_use]
-    pub fn uncoalesced(&self, request: &BoundRequest) -> u64 {
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn uncoalesced(&self, request: &BoundRequest) -> Result<u64, PlanError> {
         let of_class = |class: &ItemClass| {
-            let moved = request.moves().iter().find(|m| (m.src_group, m.dst_group) == class.groups);
-            class.items.len() as u64 * moved.map_or(0, |m| class.ranges(m.range))
+            let moved = self.move_of(class, request)?;
+            Ok(class.items.len() as u64 * class.ranges(moved.range))
         };
         self.classes.iter().map(of_class).sum()
+    }
+
+    /// What a request moves of a class.
+    fn move_of<'a>(&self, class: &ItemClass, request: &'a BoundRequest) -> Result<&'a GroupMove, PlanError> {
+        let mut moves = request.moves().iter().filter(|_| request.of() == self.of);
+        moves.find(|m| (m.src_group, m.dst_group) == class.groups).ok_or_else(|| self.foreign())
+    }
+
+    fn foreign(&self) -> PlanError {
+        PlanError::ForeignRequest { src: self.src, dst: self.dst }
     }
 }
 

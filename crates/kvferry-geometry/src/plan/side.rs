@@ -62,13 +62,4 @@ impl SideGeometry {
         let left = (self.kernel_size - entry).min(stripe);
         Spot { block, kernel: in_block / self.kernel_size, entry, left }
     }
-
-    /// A lower bound of the length of token runs, apart from the cuts that the other side makes.
-    pub(super) fn shortest_run(&self) -> u64 {
-        if self.class.count() == 1 {
-            self.kernel_size
-        } else {
-            u64::from(self.class.interleave()).min(self.kernel_size)
-        }
-    }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
-use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Descriptor, Dim, Nest, PairRun, Part, Section};
+use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Descriptor, Dim, MAX_DIMS, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 
 use crate::region::Region;
@@ -137,7 +137,7 @@ fn part(rng: &mut Rng, budget: u64, src_len: &mut u64, dst_len: &mut u64) -> Par
 
 /// A nest with the bytes that one block of it spans on either side. The loops are nested in another order on each side.
 fn nest(rng: &mut Rng, run: u64, budget: u64) -> (Nest, u64, u64) {
-    let mut dims: ArrayVec<Dim, 7> = ArrayVec::new();
+    let mut dims: ArrayVec<Dim, MAX_DIMS> = ArrayVec::new();
     let mut size = run;
     let loops = if rng.below(3) == 0 { 0 } else { rng.below(5) };
     for _ in 0..loops {

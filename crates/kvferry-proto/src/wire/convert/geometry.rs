@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region};
-use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
-use kvferry_geometry::placement::{HeadRange, Placement, TokenClass};
+use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
+use kvferry_geometry::placement::{HeadRange, MAX_PLACEMENTS, Placement, TokenClass};
 use kvferry_geometry::spec::{Component, Item, ItemKind, ModelSpec, PagedItem, Retention};
 use kvferry_geometry::units::{Bytes, ItemId, Name, RegionId, Tokens};
 
@@ -196,6 +196,19 @@ impl From<&RankManifest> for dto::Rank {
 impl TryFrom<dto::Engine> for EngineManifest {
     type Error = ConvertError;
     fn try_from(d: dto::Engine) -> Converted<Self> {
+        let (items, ranks) = (d.items.0.len(), d.ranks.0.len());
+        // Before lists of that size are made: a rank costs few bytes on the wire, whatever it announces.
+        if items.saturating_mul(ranks) > MAX_PLACEMENTS {
+            let limit = MAX_PLACEMENTS;
+            return Err(ManifestErrors(vec![ManifestError::Placements { ranks, items, limit }]).into());
+        }
+        for r in &d.ranks.0 {
+            for (what, got) in [("the placement", r.placements), ("the layout", r.views)] {
+                if usize::try_from(got).is_ok_and(|n| n > items) {
+                    return Err(ConvertError::ItemCount { what, got, limit: items });
+                }
+            }
+        }
         let items = d.items.into_iter().map(Item::try_from).collect::<Converted<_>>()?;
         let groups = d.groups.into_iter().map(CacheGroup::try_from).collect::<Converted<_>>()?;
         let ranks = d.ranks.into_iter().map(RankManifest::try_from).collect::<Converted<_>>()?;
