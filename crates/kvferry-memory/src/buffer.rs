@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use kvferry_geometry::units::Bytes;
 use kvferry_transport::{MemoryKind, Region};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -104,7 +104,8 @@ impl HostBuffer {
 /// Zeroed memory in a memfd that is sealed against any change of its size, aligned to pages.
 ///
 /// The descriptor is closed on exec; who is to map the memory gets it over a Unix socket. A peer that must not write gets
-/// a read-only re-open of it (`/proc/self/fd/N`).
+/// a read-only re-open of it (`/proc/self/fd/N`). The file's mode is 400, so that a peer of another user cannot open it once
+/// more for writing; one of the same user can, as it can do anything to this process.
 #[derive(Clone, Debug)]
 pub struct SharedBuffer {
     mapping: Arc<Mapping>,
@@ -113,7 +114,9 @@ pub struct SharedBuffer {
 }
 
 impl SharedBuffer {
-    /// The seals a shared buffer has: its size never changes, so that who maps it never meets a SIGBUS.
+    /// The seals a shared buffer has: its size never changes, so that who maps it never meets a SIGBUS for want of file. What the
+    /// seals don't promise is memory: a page that was never touched is made at the first access, and a system that has none left
+    /// (a memory cgroup, `vm.overcommit_memory=2`) kills who accesses it. [`BufferOptions::touch`] finds that out beforehand.
     pub const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
     /// Makes a memfd of `len` bytes and maps it; `name` is what `/proc/PID/maps` shows.
@@ -124,6 +127,7 @@ impl SharedBuffer {
         let size = checked_len(len, options)?;
         let fd = memfd(name).map_err(|e| failed("memfd_create", len, e))?;
         rustix::fs::ftruncate(&fd, len.get()).map_err(|e| failed("ftruncate", len, e))?;
+        rustix::fs::fchmod(&fd, Mode::RUSR).map_err(|e| failed("fchmod", len, e))?;
         rustix::fs::fcntl_add_seals(&fd, Self::SEALS).map_err(|e| failed("sealing", len, e))?;
         let mapping = Mapping::shared(&fd, size).map_err(|e| failed("mmap", len, e))?;
         mapping.prepare(options, len)?;
@@ -295,6 +299,7 @@ mod tests {
         assert_eq!(&seen, b"hello");
         let seals = rustix::fs::fcntl_get_seals(buffer.fd()).unwrap();
         assert!(seals.contains(SharedBuffer::SEALS));
+        assert_eq!(rustix::fs::fstat(buffer.fd()).unwrap().st_mode & 0o777, 0o400, "others can't open it again");
         assert_eq!(rustix::fs::ftruncate(buffer.fd(), 4096), Err(Errno::PERM));
         assert_eq!(rustix::fs::ftruncate(buffer.fd(), 1 << 20), Err(Errno::PERM));
         assert_eq!(rustix::fs::fstat(buffer.fd()).unwrap().st_size, 8192);

@@ -9,7 +9,10 @@
 //! Closing the gate and then looking at the slots, against taking the slot and then looking at the gate: both sides
 //! put a sequentially consistent fence between the two, so at least one of them sees the other.
 //!
-//! A peer that breaks the rules can keep our memory registered for longer; it can't make us free it too early.
+//! All this binds conforming peers. One that breaks the rules can keep our memory for longer by a slot that stays odd, and can
+//! touch it after it was freed by a slot that does not tell: against that there is only not to let it in.
+//!
+//! The board belongs to the process that made it. A child of a fork shares it, so nothing that the child does may change it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -37,6 +40,8 @@ pub(crate) type Slots = [u64; MAX_SLOTS];
 pub(crate) struct Board {
     fd: OwnedFd,
     words: Words,
+    /// The process that made it.
+    pid: u32,
 }
 
 /// A peer's board, which we can only read.
@@ -51,8 +56,9 @@ impl Words {
     fn at(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset < LEN, "offsets come from this module's constants");
         // SAFETY: the window is `LEN` bytes long (both constructors), begins at a page, lives as long as `self`, and its
-        // words are only ever used as atomics, by us and by the process at the other end. On a read-only mapping they
-        // are only loaded, which needs no write access for eight bytes.
+        // words are only ever used as atomics, by us and by the process at the other end. A peer's board is mapped
+        // read-only, where only relaxed loads of this size are defined (std::sync::atomic): `PeerBoard` uses nothing else,
+        // and gets its ordering from fences.
         unsafe { AtomicU64::from_ptr(self.0.start().as_ptr().add(offset).cast()) }
     }
 
@@ -70,7 +76,12 @@ impl Board {
         let (fd, window) = create("kvferry-board", LEN as u64, true)?;
         let words = Words(Arc::new(window));
         words.at(0).store(MAGIC, Ordering::Release);
-        Ok(Self { fd, words })
+        Ok(Self { fd, words, pid: std::process::id() })
+    }
+
+    /// Whether this is the process that made it, and not a child of a fork.
+    pub(crate) fn is_ours(&self) -> bool {
+        std::process::id() == self.pid
     }
 
     /// For passing to peers.
@@ -80,14 +91,14 @@ impl Board {
 
     /// Opens the gate of a region that was registered in a generation.
     pub(crate) fn open(&self, region: RegionId, generation: u64) {
-        if let Some(gate) = self.words.gate(region) {
+        if let Some(gate) = self.words.gate(region).filter(|_| self.is_ours()) {
             gate.store(generation + 1, Ordering::SeqCst);
         }
     }
 
     /// Closes the gate. The slots of peers must be read after this.
     pub(crate) fn close(&self, region: RegionId) {
-        if let Some(gate) = self.words.gate(region) {
+        if let Some(gate) = self.words.gate(region).filter(|_| self.is_ours()) {
             gate.store(0, Ordering::SeqCst);
         }
         fence(Ordering::SeqCst);
@@ -129,26 +140,35 @@ impl PeerBoard {
     /// Maps what a peer passed as its board.
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self, WindowError> {
         let words = Words(Arc::new(Window::map(fd, 0, LEN as u64, false)?));
-        match words.at(0).load(Ordering::Acquire) {
+        match load(words.at(0)) {
             MAGIC => Ok(Self(words)),
-            _ => Err(WindowError::NotMemfd(rustix::io::Errno::PROTO)),
+            _ => Err(WindowError::NoBoard),
         }
     }
 
     /// Whether a region is registered in that generation.
     pub(crate) fn is_open(&self, region: RegionId, generation: u64) -> bool {
-        self.0.gate(region).is_some_and(|gate| gate.load(Ordering::SeqCst) == generation.wrapping_add(1))
+        self.0.gate(region).is_some_and(|gate| load(gate) == generation.wrapping_add(1))
     }
 
     /// The slots now.
     pub(crate) fn slots(&self) -> Slots {
-        std::array::from_fn(|i| self.0.slot(i).load(Ordering::SeqCst))
+        std::array::from_fn(|i| load(self.0.slot(i)))
     }
 
     /// Whether every slice that ran when `then` was read has ended.
     pub(crate) fn passed(&self, then: &Slots) -> bool {
         self.slots().iter().zip(then).all(|(now, then)| then % 2 == 0 || now != then)
     }
+}
+
+/// What a peer wrote: whatever we read before was read before this, whatever follows comes after it and sees what the peer had
+/// written before.
+fn load(word: &AtomicU64) -> u64 {
+    fence(Ordering::Acquire);
+    let value = word.load(Ordering::Relaxed);
+    fence(Ordering::Acquire);
+    value
 }
 
 #[cfg(test)]

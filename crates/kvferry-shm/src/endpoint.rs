@@ -19,7 +19,7 @@ use crate::board::Board;
 use crate::config::{Config, OpenError};
 use crate::crew::Crew;
 use crate::frame::{Access, MAX_FRAME, MAX_NOTIFY};
-use crate::guest::{Guests, House};
+use crate::guest::{Desk, Guests, House};
 use crate::job::{End, Job, Regions};
 use crate::lane::LanePart;
 use crate::link::{Caller, Link, Needs, News};
@@ -29,8 +29,13 @@ use crate::process::{Kernel, Linux, Way};
 use crate::sock;
 
 const BACKEND: &str = "shm";
-/// How long until given-up regions are looked at again.
+/// What a child of a fork is told: it has no copy threads, and its memory is not what the peers know.
+const FORKED: &str = "this endpoint was opened before a fork; open one in the process that uses it";
+/// How long until given-up regions are looked at again: at first, and at most, doubled each time.
 const BURY_AGAIN: Duration = Duration::from_millis(1);
+const BURY_AT_MOST: Duration = Duration::from_millis(100);
+/// How long a job that was told to stop may take; then its operation ends in doubt.
+const STOP_WITHIN: Duration = Duration::from_secs(2);
 /// How long the end of an endpoint may wait for peers that are inside a slice of its plain memory.
 const LAST_WAIT: Duration = Duration::from_millis(500);
 
@@ -48,6 +53,8 @@ pub struct ShmTransport {
     guests: Guests,
     links: BTreeMap<PeerId, Peer>,
     ops: BTreeMap<OpId, Op>,
+    /// Operations whose jobs were told to stop, and why and since when.
+    stopping: BTreeMap<OpId, (TransferError, Option<Duration>)>,
     events: VecDeque<Event>,
     misc: Misc,
 }
@@ -58,8 +65,8 @@ struct Misc {
     next_op: u64,
     buffer: Box<[u8]>,
     kernel: Arc<dyn Kernel>,
-    /// The driver's time of the last step.
-    now: Duration,
+    /// How long until given-up regions are looked at again.
+    bury_again: Duration,
 }
 
 /// A connection and the operations on it that have not begun.
@@ -83,8 +90,8 @@ struct Op {
 
 enum Stage {
     Waiting,
-    /// On the copy threads, since that time.
-    Running(Arc<Job>, Duration),
+    /// On the copy threads.
+    Running(Arc<Job>),
     /// The bytes are moved; the notification waits for room.
     Notifying(Stats),
 }
@@ -131,6 +138,7 @@ impl ShmTransport {
         let house = House {
             id,
             token,
+            user: rustix::process::geteuid().as_raw(),
             other_users: config.other_users,
             grant_writes: config.grant_writes,
             max_guests: config.max_guests,
@@ -145,8 +153,9 @@ impl ShmTransport {
             guests: Guests::new(listener),
             links: BTreeMap::new(),
             ops: BTreeMap::new(),
+            stopping: BTreeMap::new(),
             events: VecDeque::new(),
-            misc: Misc { next_peer: 0, next_op: 0, buffer: vec![0; MAX_FRAME].into(), kernel, now: Duration::ZERO },
+            misc: Misc { next_peer: 0, next_op: 0, buffer: vec![0; MAX_FRAME].into(), kernel, bury_again: BURY_AGAIN },
             config,
         })
     }
@@ -157,7 +166,7 @@ impl ShmTransport {
     /// # Errors
     /// As for [`Transport::register`].
     pub fn register_read_only(&mut self, region: Region) -> Result<RegionId, RegisterError> {
-        self.local.register(region, true, &self.capabilities)
+        self.local.register(region, true, self.config.other_users, &self.capabilities)
     }
 
     /// The slot of a copy thread, for tests that play one.
@@ -166,12 +175,32 @@ impl ShmTransport {
         self.local.board.slot(index)
     }
 
+    /// Sends every guest away, for tests of what follows.
+    #[cfg(test)]
+    pub(crate) fn send_all_away(&mut self) {
+        self.guests.send_all_away(&self.poller);
+    }
+
+    /// For tests that play another user.
+    #[cfg(test)]
+    pub(crate) fn pretend_user(&mut self, user: u32) {
+        self.house.user = user;
+    }
+
     fn caller(&self) -> Caller<'_> {
         Caller {
+            user: self.house.user,
             id: self.house.id,
             board: self.local.board.fd(),
             other_users: self.config.other_users,
             answer_within: self.config.answer_within,
+        }
+    }
+
+    /// Takes note of what the copy threads have ended.
+    pub(crate) fn hear_threads(&mut self) {
+        for (op, end) in self.crew.take_ended() {
+            self.on_moved(op, end);
         }
     }
 
@@ -185,6 +214,18 @@ impl ShmTransport {
         let news = peer.link.read(&mut self.misc.buffer, &self.poller, room);
         peer.stirred = true;
         self.take(id, news);
+    }
+
+    fn serve(&mut self, now: Duration, key: u64) {
+        let mut desk = Desk {
+            now,
+            house: &self.house,
+            local: &self.local,
+            poller: &self.poller,
+            buffer: &mut self.misc.buffer,
+            events: &mut self.events,
+        };
+        self.guests.serve(key, &mut desk);
     }
 
     fn take(&mut self, id: PeerId, news: Vec<News>) {
@@ -220,7 +261,10 @@ impl ShmTransport {
         let mut ended = Vec::new();
         for (op, state) in self.ops.iter().filter(|(_, op)| op.submission.peer == id) {
             match &state.stage {
-                Stage::Running(job, _) => job.stop(),
+                Stage::Running(job) => {
+                    stop(&self.crew, job);
+                    self.stopping.insert(*op, (error.clone(), None));
+                }
                 Stage::Waiting | Stage::Notifying(_) => ended.push(*op),
             }
         }
@@ -236,6 +280,7 @@ impl ShmTransport {
     /// Tells the end of an operation.
     fn end(&mut self, id: OpId, outcome: Outcome) {
         let Some(op) = self.ops.remove(&id) else { return };
+        self.stopping.remove(&id);
         self.local.unname(&op.named.ours);
         let peer = op.submission.peer;
         if let Some(state) = self.links.get_mut(&peer) {
@@ -260,11 +305,9 @@ impl ShmTransport {
             (_, End::Stopped) => Some(TransferError::Cancelled),
             // The bytes are those of the peer's memory whatever became of it. Only if it was there after the last of them is
             // this a success: what a peer that died had in mind for them is not known.
-            (_, End::Moved(_)) if peer.link.is_gone() => Some(TransferError::PeerLost(LostCause::Gone)),
-            (_, End::Moved(stats)) => {
-                if let Stage::Running(_, since) = op.stage {
-                    peer.link.measure(stats, self.misc.now.saturating_sub(since));
-                }
+            (_, End::Moved(..)) if peer.link.is_gone() => Some(TransferError::PeerLost(LostCause::Gone)),
+            (_, End::Moved(stats, took)) => {
+                peer.link.measure(stats, took);
                 match op.submission.notify.take() {
                     Some(payload) => {
                         op.stage = Stage::Notifying(stats);
@@ -305,6 +348,7 @@ impl ShmTransport {
         }
         let Some(peer) = self.links.get_mut(&id) else { return };
         peer.waiting = left;
+        peer.link.forgive();
         let mut news = peer.link.flush(&self.poller);
         let lost = news.pop_if(|n| matches!(n, News::Lost(_)));
         self.take(id, news);
@@ -318,9 +362,10 @@ impl ShmTransport {
             return;
         }
         if peer.closing {
+            peer.link.let_go();
             self.links.remove(&id);
         } else if let Some(cause) = peer.link.tell_loss() {
-            peer.link.unmap();
+            peer.link.let_go();
             self.events.push_back(Event::PeerLost { peer: id, cause });
         }
     }
@@ -349,7 +394,7 @@ impl ShmTransport {
         match job {
             Some((job, shares)) => {
                 self.crew.add(&job, shares);
-                op.stage = Stage::Running(job, self.misc.now);
+                op.stage = Stage::Running(job);
             }
             None => {
                 let reason = "internal error of the shm backend: a region changed under an operation".to_owned();
@@ -359,17 +404,42 @@ impl ShmTransport {
         true
     }
 
+    /// Ends operations in doubt whose threads are held, most likely by the peer; gives the time of the next look.
+    fn give_up(&mut self, now: Duration) -> Option<Duration> {
+        let mut next: Option<Duration> = None;
+        let mut doubtful = Vec::new();
+        for (id, (error, since)) in &mut self.stopping {
+            let until = since.get_or_insert(now).saturating_add(STOP_WITHIN);
+            if until <= now {
+                doubtful.push((*id, error.clone()));
+            } else {
+                next = Some(next.map_or(until, |n| n.min(until)));
+            }
+        }
+        for (id, error) in doubtful {
+            if let Some(Op { stage: Stage::Running(job), .. }) = self.ops.get(&id) {
+                self.crew.replace(job.tally().left(), &self.local.board);
+            }
+            self.end(id, Outcome::InDoubt(error));
+        }
+        next
+    }
+
     fn tick(&mut self, now: Duration) -> Option<Duration> {
-        let mut next = self.guests.tick(now, &self.poller);
+        let given_up = self.give_up(now);
+        let mut next = [self.guests.tick(now, &self.poller), given_up].into_iter().flatten().min();
+        // An endpoint connects to another once at a time, so the next connection waits for the end of the last.
+        let closing: Vec<EndpointId> = self.links.values().filter(|p| p.closing).map(|p| p.link.endpoint()).collect();
         let mut broken = Vec::new();
         let caller = Caller {
+            user: self.house.user,
             id: self.house.id,
             board: self.local.board.fd(),
             other_users: self.config.other_users,
             answer_within: self.config.answer_within,
         };
         for (id, peer) in &mut self.links {
-            match peer.link.tick(now, &caller, &self.poller) {
+            match peer.link.tick(now, &caller, &self.poller, closing.contains(&peer.link.endpoint())) {
                 Ok(at) => next = [next, at].into_iter().flatten().min(),
                 Err(cause) => broken.push((*id, cause)),
             }
@@ -378,7 +448,11 @@ impl ShmTransport {
             self.lose(id, cause);
         }
         if self.local.bury(|key| self.guests.board(key)) {
-            next = Some(next.map_or(now + BURY_AGAIN, |n| n.min(now + BURY_AGAIN)));
+            let at = now.saturating_add(self.misc.bury_again);
+            next = Some(next.map_or(at, |n| n.min(at)));
+            self.misc.bury_again = (self.misc.bury_again * 2).min(BURY_AT_MOST);
+        } else {
+            self.misc.bury_again = BURY_AGAIN;
         }
         next
     }
@@ -394,7 +468,7 @@ impl Transport for ShmTransport {
     }
 
     fn register(&mut self, region: Region) -> Result<RegionId, RegisterError> {
-        self.local.register(region, false, &self.capabilities)
+        self.local.register(region, false, self.config.other_users, &self.capabilities)
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<(), DeregisterError> {
@@ -423,15 +497,23 @@ impl Transport for ShmTransport {
         if endpoint == self.house.id {
             return Err(ConnectError::Itself);
         }
+        let unreachable = |reason: String| ConnectError::Unreachable { endpoint, reason };
+        if !self.local.board.is_ours() {
+            return Err(unreachable(FORKED.to_owned()));
+        }
         let same = |(_, peer): &(&PeerId, &Peer)| !peer.closing && peer.link.endpoint() == endpoint;
         if let Some((peer, _)) = self.links.iter().find(same) {
             return Err(ConnectError::AlreadyConnected { endpoint, peer: *peer });
         }
-        let unreachable = |reason: String| ConnectError::Unreachable { endpoint, reason };
         let id = PeerId::new(self.misc.next_peer);
         let mut link = Link::new(id, blob, part, self.misc.kernel.clone())
             .map_err(|e| unreachable(format!("no socket could be made: {e}")))?;
-        link.dial(Duration::ZERO, &self.caller(), &self.poller).map_err(|cause| {
+        let last = |p: &Peer| p.closing && p.link.endpoint() == endpoint;
+        let dialled = match self.links.values().any(last) {
+            true => Ok(()),
+            false => link.dial(Duration::ZERO, &self.caller(), &self.poller),
+        };
+        dialled.map_err(|cause| {
             match cause {
             LostCause::Gone => unreachable(
                 "nobody listens under its name: its process has ended, or runs in another network namespace, where its \
@@ -447,8 +529,10 @@ impl Transport for ShmTransport {
     }
 
     fn disconnect(&mut self, id: PeerId) -> Result<(), UnknownPeer> {
-        let peer = self.links.get_mut(&id).filter(|p| !p.closing).ok_or(UnknownPeer(id))?;
+        let ours = self.local.board.is_ours();
+        let peer = self.links.get_mut(&id).filter(|p| !p.closing && ours).ok_or(UnknownPeer(id))?;
         peer.closing = true;
+        self.events.retain(|e| !matches!(e, Event::Connected { peer } | Event::PeerLost { peer, .. } if *peer == id));
         peer.link.lose(LostCause::Gone, &self.poller);
         self.stop_all(id, &TransferError::Disconnected);
         self.stir(id);
@@ -464,6 +548,9 @@ impl Transport for ShmTransport {
         let peer = self.links.get_mut(&id).filter(|p| !p.closing).ok_or(SubmitError::UnknownPeer { peer: id })?;
         if let Some(cause) = peer.link.lost() {
             return Err(SubmitError::PeerLost { peer: id, cause: cause.clone() });
+        }
+        if !self.local.board.is_ours() {
+            return Err(SubmitError::Refused { reason: FORKED.to_owned() });
         }
         let ours = |region| self.local.table().len_of(region);
         let named = admit(&submission, &self.capabilities, self.ops.len(), ours, peer.link.info())?;
@@ -483,8 +570,9 @@ impl Transport for ShmTransport {
     fn cancel(&mut self, id: OpId) -> Result<(), UnknownOp> {
         let op = self.ops.get(&id).ok_or(UnknownOp(id))?;
         match &op.stage {
-            Stage::Running(job, _) => {
-                job.stop();
+            Stage::Running(job) => {
+                stop(&self.crew, job);
+                self.stopping.entry(id).or_insert((TransferError::Cancelled, None));
                 return Ok(());
             }
             Stage::Waiting | Stage::Notifying(_) => {
@@ -503,7 +591,11 @@ impl Transport for ShmTransport {
     }
 
     fn step(&mut self, now: Duration) -> Option<Duration> {
-        self.misc.now = now;
+        if !self.local.board.is_ours() {
+            // What we would tell of our memory is true of another process, and every descriptor is shared with it.
+            self.guests.turn_away(FORKED);
+            return None;
+        }
         let ready = self.poller.look();
         let more = ready.len() == LOOK;
         for source in ready {
@@ -516,19 +608,13 @@ impl Transport for ShmTransport {
                     self.on_link(peer);
                     self.lose(peer, LostCause::Gone);
                 }
-                Source::Guest(key) => self.guests.serve(
-                    key,
-                    &self.house,
-                    &self.local,
-                    &self.poller,
-                    &mut self.misc.buffer,
-                    &mut self.events,
-                ),
+                Source::Guest(key) => self.serve(now, key),
             }
         }
-        for (op, end) in self.crew.take_ended() {
-            self.on_moved(op, end);
+        for key in self.guests.due(now) {
+            self.serve(now, key);
         }
+        self.hear_threads();
         let next = self.tick(now);
         let stirred: Vec<PeerId> = self.links.iter().filter(|(_, p)| p.stirred).map(|(id, _)| *id).collect();
         for peer in stirred {
@@ -548,16 +634,25 @@ impl Transport for ShmTransport {
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
-        sock::readable(self.poller.fd(), timeout)
+        !self.events.is_empty() || sock::readable(self.poller.fd(), timeout)
     }
 }
 
 impl Drop for ShmTransport {
     fn drop(&mut self) {
+        if !self.local.board.is_ours() {
+            // A child of a fork shares the sockets and the board with the process that goes on using them, and has no threads.
+            self.crew.forget();
+            return;
+        }
         for op in self.ops.values() {
-            if let Stage::Running(job, _) = &op.stage {
-                job.stop();
+            if let Stage::Running(job) = &op.stage {
+                stop(&self.crew, job);
             }
+        }
+        self.crew.finish();
+        for peer in self.links.values_mut() {
+            peer.link.let_go();
         }
         // Peers may be inside a slice of our memory. What they map lives on by itself, but plain memory would be re-used under
         // their hands: it waits for them, and is never freed if they don't leave.
@@ -565,6 +660,7 @@ impl Drop for ShmTransport {
         for id in ids {
             self.local.abandon(id, self.guests.boards());
         }
+        self.guests.farewell();
         let until = Instant::now() + LAST_WAIT;
         while self.local.bury(|key| self.guests.board(key)) {
             if Instant::now() >= until {
@@ -572,9 +668,15 @@ impl Drop for ShmTransport {
                 return;
             }
             std::thread::sleep(BURY_AGAIN);
-            self.guests.drop_gone();
+            self.guests.drop_closed(&self.poller);
         }
     }
+}
+
+/// Asks a job to stop; shares that no thread has begun end at once.
+fn stop(crew: &Crew, job: &Arc<Job>) {
+    job.stop();
+    crew.withdraw(job);
 }
 
 fn thirds(random: &[u8; 48]) -> ([u8; 16], [u8; 16], [u8; 16]) {

@@ -5,8 +5,10 @@
 //! one slice.
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::units::{Bytes, RegionId};
@@ -48,7 +50,8 @@ impl Place {
 /// How a job ended.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum End {
-    Moved(Stats),
+    /// All of it, in this time.
+    Moved(Stats, Duration),
     Failed(TransferError),
     /// It was told to stop, and did.
     Stopped,
@@ -62,6 +65,9 @@ pub(crate) struct PeerSide {
     pub(crate) process: Option<Process>,
     pub(crate) user: u32,
     pub(crate) kernel: Arc<dyn Kernel>,
+    /// Held and not used: the peer takes a closed socket as proof that we touch nothing of its any more.
+    #[expect(dead_code, reason = "held for its end alone")]
+    pub(crate) socket: Arc<OwnedFd>,
 }
 
 /// Regions that a batch names, on both sides, ascending by id.
@@ -72,7 +78,6 @@ pub(crate) struct Regions {
 
 /// One operation under way.
 pub(crate) struct Job {
-    op: OpId,
     way: Way,
     batch: Arc<BoundedBatch>,
     regions: Regions,
@@ -82,10 +87,47 @@ pub(crate) struct Job {
     /// Bytes of a slice.
     slice: u64,
     stop: AtomicBool,
+    tally: Arc<Tally>,
+}
+
+/// What came of a job's shares. Apart from the job, so that whoever counts a share down has let go of the job before: once the
+/// end is told, no thread holds the job's mappings and owners.
+pub(crate) struct Tally {
+    op: OpId,
+    total: Bytes,
+    since: Instant,
     failed: OnceLock<TransferError>,
     left: AtomicUsize,
     bytes: AtomicU64,
     descriptors: AtomicU64,
+}
+
+impl Tally {
+    pub(crate) fn op(&self) -> OpId {
+        self.op
+    }
+
+    /// How many shares have not ended.
+    pub(crate) fn left(&self) -> usize {
+        self.left.load(Ordering::Relaxed)
+    }
+
+    /// Counts ended shares. Gives the end if none is left.
+    pub(crate) fn leave(&self, shares: usize) -> Option<End> {
+        // Release, so that whoever sees the end sees the bytes; acquire, so that the last one sees the others' sums.
+        if self.left.fetch_sub(shares, Ordering::AcqRel) > shares {
+            return None;
+        }
+        let stats = Stats {
+            bytes: Bytes::new(self.bytes.load(Ordering::Relaxed)),
+            descriptors: self.descriptors.load(Ordering::Relaxed),
+        };
+        Some(match self.failed.get() {
+            Some(error) => End::Failed(error.clone()),
+            None if stats.bytes == self.total => End::Moved(stats, self.since.elapsed()),
+            None => End::Stopped,
+        })
+    }
 }
 
 impl Job {
@@ -111,8 +153,16 @@ impl Job {
             cut.push(0..0);
         }
         let mapped = regions.peers.iter().all(|(_, place)| matches!(place, Place::Mapped(_)));
-        let job = Self {
+        let tally = Tally {
             op,
+            total: batch.batch().bytes(),
+            since: Instant::now(),
+            failed: OnceLock::new(),
+            left: AtomicUsize::new(cut.len()),
+            bytes: AtomicU64::new(0),
+            descriptors: AtomicU64::new(0),
+        };
+        let job = Self {
             way,
             batch,
             regions,
@@ -120,16 +170,13 @@ impl Job {
             stream: total >= STREAM_FROM,
             slice: if mapped { SLICE } else { KERNEL_SLICE },
             stop: AtomicBool::new(false),
-            failed: OnceLock::new(),
-            left: AtomicUsize::new(cut.len()),
-            bytes: AtomicU64::new(0),
-            descriptors: AtomicU64::new(0),
+            tally: Arc::new(tally),
         };
         job.covers_its_batch().then(|| (Arc::new(job), cut))
     }
 
-    pub(crate) fn op(&self) -> OpId {
-        self.op
+    pub(crate) fn tally(&self) -> &Arc<Tally> {
+        &self.tally
     }
 
     /// Asks it to stop.
@@ -137,29 +184,16 @@ impl Job {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Moves one share. Gives the end if this was the last share to end.
-    pub(crate) fn run(&self, share: Range<u64>, slot: &Slot) -> Option<End> {
+    /// Moves one share. It is still to be counted as ended.
+    pub(crate) fn run(&self, share: Range<u64>, slot: &Slot) {
         let mut walk = Walk { strips: Strips::new(&self.batch, share), ranges: Ranges::default(), stats: (0, 0) };
         if let Err(error) = self.run_slices(&mut walk, slot) {
             // The first failure is the one that is told.
-            self.failed.set(error).unwrap_or(());
+            self.tally.failed.set(error).unwrap_or(());
             self.stop();
         }
-        self.bytes.fetch_add(walk.stats.0, Ordering::Relaxed);
-        self.descriptors.fetch_add(walk.stats.1, Ordering::Relaxed);
-        // Release, so that whoever sees the end sees the bytes; acquire, so that the last one sees the others' sums.
-        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return None;
-        }
-        let stats = Stats {
-            bytes: Bytes::new(self.bytes.load(Ordering::Relaxed)),
-            descriptors: self.descriptors.load(Ordering::Relaxed),
-        };
-        Some(match self.failed.get() {
-            Some(error) => End::Failed(error.clone()),
-            None if stats.bytes == self.batch.batch().bytes() => End::Moved(stats),
-            None => End::Stopped,
-        })
+        self.tally.bytes.fetch_add(walk.stats.0, Ordering::Relaxed);
+        self.tally.descriptors.fetch_add(walk.stats.1, Ordering::Relaxed);
     }
 
     fn run_slices(&self, walk: &mut Walk<'_>, slot: &Slot) -> Result<(), TransferError> {

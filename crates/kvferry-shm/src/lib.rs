@@ -11,21 +11,34 @@
 //! region. No file exists anywhere, so nothing is left behind, however a process ends.
 //!
 //! # What is guaranteed
-//! - **No fault.** A peer's memory file is mapped only if it is sealed against resizing and long enough. Whatever a peer
-//!   does and however it ends, an access to it never faults; a peer's death ends operations with an error.
+//! - **No fault for want of file.** A peer's memory file is mapped only if it is sealed against resizing and long enough.
+//!   Whatever a peer does and however it ends, an access to it stays inside the file; a peer's death ends operations with an
+//!   error. A page that the peer never touched, or punched out, is made at our access, and where memory is limited (a memory
+//!   cgroup, `vm.overcommit_memory=2`) there may be none for it, which kills the process: owners should touch their buffers.
 //! - **Who may write.** To read, a peer gets a descriptor opened read-only. To write, it gets a writable one, if
-//!   [`Config::grant_writes`] and the region allow it. Processes of one user can do much to each other regardless
-//!   (ptrace); a memfd with `F_SEAL_FUTURE_WRITE` is protected by the kernel against all of them.
+//!   [`Config::grant_writes`] and the region allow it. A peer of another user can't open the file again for writing, if its mode
+//!   is 400, which is checked where [`Config::other_users`] lets such in. One of the same user can, and can do much else
+//!   (ptrace): only a memfd with `F_SEAL_FUTURE_WRITE` is protected by the kernel against all.
 //! - **Done** means that the bytes were moved *and* that the peer's endpoint was alive after the last of them. That the
 //!   bytes are the right ones is the business of leases and fences above.
-//! - **Never in doubt.** Our threads did the copying, so an end is always `Done` or `Failed`, and after it nothing is touched.
-//! - **Deregistration.** Peers' operations on the region fail as [`Stale`](kvferry_transport::TransferError::Stale) within one
-//!   slice (512 KiB, or 4 MiB that the kernel copies), checked after the last byte too. The memory's owner is kept alive until no conforming peer is
-//!   inside a slice. A region cannot be taken back from a peer that does not conform and has it mapped; so
-//!   [`revoke`](kvferry_transport::Transport::revoke) is [`Unsupported`](kvferry_transport::Revocation::Unsupported), and evidence
-//!   that a peer has stopped is the end of its process.
-//! - **Bounded.** Frames, texts, guests, mappings and waiting notifications have limits; nothing is allocated from a number
-//!   that a peer announces.
+//! - **Hardly ever in doubt.** Our threads do the copying, so an end is `Done` or `Failed`, and after it nothing is touched. The
+//!   exception is a thread that the system holds in the middle of a slice, which a peer can bring about: memory behind
+//!   `userfaultfd`, or of a file system that does not answer. An operation that was told to stop and has not after 2 s ends
+//!   `InDoubt`. Its job keeps all that it uses alive and the connection's socket open; another thread takes the held one's
+//!   place, up to 32 in all; and the end of the endpoint waits half a second for such threads, then leaves them to themselves.
+//! - **Deregistration.** Peers' operations on the region fail as [`Stale`](kvferry_transport::TransferError::Stale) at the end of
+//!   a slice (512 KiB, or 4 MiB that the kernel copies), checked after the last byte too. The memory's owner is kept alive until
+//!   no conforming peer is inside a slice, also one that was sent away. A region cannot be taken back from a peer that does not
+//!   conform and has it mapped; so [`revoke`](kvferry_transport::Transport::revoke) is
+//!   [`Unsupported`](kvferry_transport::Revocation::Unsupported), and evidence that a peer has stopped is the end of its process.
+//! - **The peer's process.** Memory that the kernel copies is reached by a process id, and a word in the peer's memory shows that
+//!   it is still that process. A read brings the word along; before a write it is read by a call of its own, so a write can
+//!   go astray if between these two calls the peer's process ends and the system gives its number to another.
+//! - **Forks.** An endpoint belongs to the process that opened it. A child of a fork gets errors from it and refuses peers.
+//! - **Bounded.** Frames, texts, guests, mappings and the number of notifications that wait (4,096 of up to 64 KiB) have limits;
+//!   nothing is allocated from a number that a peer announces.
+//! - **Who is it?** A peer's id in a notification is what it said of itself. Whoever has our blob may connect under any id that no
+//!   connected peer has.
 //! - **Told truly**: [`PeerInfo::lane`](kvferry_transport::PeerInfo) says which way a peer's regions are reached, whether the
 //!   kernel lets us, and the best rate and shortest time that operations on this connection have shown.
 //! - **Idle** endpoints sleep: the wake descriptor is an epoll descriptor over everything waited for.

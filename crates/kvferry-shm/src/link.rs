@@ -2,7 +2,7 @@
 //! keeps them mapped as long as the connection lives, and sends notifications in order.
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::lane::LanePart;
 use crate::poller::{Poller, Source};
 use crate::process::{Kernel, Process, ProcessError};
 use crate::refusal::{Surroundings, explain};
-use crate::sock::{self, Received};
+use crate::sock::{self, Lack, Passed, Received};
 use crate::window::Window;
 
 /// Frames read from one peer in one step.
@@ -31,6 +31,8 @@ const REDIAL: Duration = Duration::from_millis(5);
 
 /// Who we are towards peers.
 pub(crate) struct Caller<'a> {
+    /// Our effective user.
+    pub(crate) user: u32,
     pub(crate) id: EndpointId,
     pub(crate) board: std::os::fd::BorrowedFd<'a>,
     pub(crate) other_users: bool,
@@ -95,7 +97,8 @@ pub(crate) struct Link {
     part: LanePart,
     /// What is told of the connection; its regions are those of the blob.
     info: PeerInfo,
-    socket: OwnedFd,
+    /// Jobs hold it too: peers take a closed socket as proof that we touch nothing of theirs any more.
+    socket: Arc<OwnedFd>,
     user: u32,
     pid: i32,
     since: Option<Duration>,
@@ -109,7 +112,7 @@ pub(crate) struct Link {
 impl Link {
     /// A connection that dials at once.
     pub(crate) fn new(peer: PeerId, blob: Blob, part: LanePart, kernel: Arc<dyn Kernel>) -> Result<Self, Errno> {
-        let socket = sock::socket()?;
+        let socket = Arc::new(sock::socket()?);
         let lane = lane(part.plain as usize, blob.regions.len(), None);
         Ok(Self {
             peer,
@@ -177,14 +180,14 @@ impl Link {
         match sock::connect(&self.socket, &self.part.name) {
             Ok(()) => {}
             Err(Errno::AGAIN | Errno::INTR) => {
-                self.state = State::Dialling { next: now + REDIAL };
+                self.state = State::Dialling { next: now.saturating_add(REDIAL) };
                 return Ok(());
             }
             Err(Errno::CONNREFUSED) => return Err(LostCause::Gone),
             Err(e) => return Err(broke("connecting to the peer's socket", e)),
         }
         let peer = sock::credentials(&self.socket).map_err(|e| broke("asking for the peer's process", e))?;
-        let ours = rustix::process::geteuid().as_raw();
+        let ours = us.user;
         if peer.user != ours && !us.other_users {
             return Err(LostCause::Lane(format!(
                 "the peer's socket is of user {}, we are {ours}; run both as one user",
@@ -199,28 +202,40 @@ impl Link {
         match sock::send(&self.socket, &hello.encode(), &[], Some(us.board)) {
             // What the peer said before it closed is still to be read.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+            // Too many descriptors are under way. A connection without a hello is of no use.
+            Err(Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => {
+                poller.remove(&self.socket);
+                self.socket = Arc::new(sock::socket().map_err(|e| broke("making a socket", e))?);
+                self.state = State::Dialling { next: now.saturating_add(REDIAL) };
+                Ok(())
+            }
             Err(e) => Err(broke("greeting the peer", e)),
         }
     }
 
-    /// Tries again, and gives up when the peer takes too long; gives the time of the next look.
+    /// Tries again unless it is to wait, and gives up when the peer takes too long; gives the time of the next look.
     pub(crate) fn tick(
         &mut self,
         now: Duration,
         us: &Caller<'_>,
         poller: &Poller,
+        wait: bool,
     ) -> Result<Option<Duration>, LostCause> {
         if matches!(self.state, State::Up(_) | State::Lost { .. }) {
             return Ok(None);
         }
-        let until = *self.since.get_or_insert(now) + us.answer_within;
+        let until = self.since.get_or_insert(now).saturating_add(us.answer_within);
         if until <= now {
             return Err(LostCause::Lane(format!("the peer did not answer within {:?}", us.answer_within)));
         }
-        if let State::Dialling { next } = self.state
-            && next <= now
+        if let State::Dialling { next } = &mut self.state
+            && *next <= now
         {
-            self.dial(now, us, poller)?;
+            if wait {
+                *next = now.saturating_add(REDIAL);
+            } else {
+                self.dial(now, us, poller)?;
+            }
         }
         Ok(Some(match self.state {
             State::Dialling { next } => next.min(until),
@@ -240,7 +255,7 @@ impl Link {
                 Err(e) => return lost(news, LostCause::Lane(format!("receiving: {e}"))),
             };
             let got = match Frame::decode(&buffer[..len]) {
-                Ok(frame) => self.receive(frame, fd.as_ref(), poller, &mut room),
+                Ok(frame) => self.receive(frame, &fd, poller, &mut room),
                 Err(e) => Err(LostCause::Protocol(format!("it sent {e}"))),
             };
             match got {
@@ -251,13 +266,7 @@ impl Link {
         news
     }
 
-    fn receive(
-        &mut self,
-        frame: Frame<'_>,
-        fd: Option<&OwnedFd>,
-        poller: &Poller,
-        room: &mut usize,
-    ) -> Result<News, LostCause> {
+    fn receive(&mut self, frame: Frame<'_>, fd: &Passed, poller: &Poller, room: &mut usize) -> Result<News, LostCause> {
         match (frame, &self.state) {
             (Frame::Refuse(text), State::Greeting) => Err(LostCause::Refused(text)),
             (Frame::Welcome { probe_at, probe }, State::Greeting) => self.welcome(probe_at, probe, fd, poller),
@@ -266,15 +275,12 @@ impl Link {
         }
     }
 
-    fn welcome(
-        &mut self,
-        probe_at: u64,
-        probe: [u8; 16],
-        board: Option<&OwnedFd>,
-        poller: &Poller,
-    ) -> Result<News, LostCause> {
-        let board = board.ok_or_else(|| LostCause::Protocol("its welcome brought no board".to_owned()))?;
-        let board = PeerBoard::map(board.as_fd()).map_err(|e| LostCause::Protocol(format!("its board: {e}")))?;
+    fn welcome(&mut self, probe_at: u64, probe: [u8; 16], board: &Passed, poller: &Poller) -> Result<News, LostCause> {
+        let board = board.fd().map_err(|lack| match lack {
+            Lack::Missing => LostCause::Protocol(format!("its board {lack}")),
+            Lack::NoRoom => LostCause::Lane(format!("its board {lack}")),
+        })?;
+        let board = PeerBoard::map(board).map_err(|e| LostCause::Protocol(format!("its board: {e}")))?;
         let pidfd = rustix::process::Pid::from_raw(self.pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         if let Some(pidfd) = &pidfd {
             let watched = poller.add(pidfd, Source::Process(self.peer));
@@ -319,7 +325,7 @@ impl Link {
         region: RegionId,
         access: Access,
         grant: Grant,
-        fd: Option<&OwnedFd>,
+        fd: &Passed,
         room: &mut usize,
     ) -> Result<News, LostCause> {
         if !matches!(self.wishes.get(&(region, access)), Some(Wish::Asked)) {
@@ -358,16 +364,15 @@ impl Link {
         access: Access,
         offset: u64,
         len: u64,
-        fd: Option<&OwnedFd>,
+        fd: &Passed,
         room: usize,
     ) -> Result<Window, String> {
         self.check_len(region, len)?;
-        let fd = fd.ok_or_else(|| format!("the peer's region {region} came without a descriptor"))?;
+        let fd = fd.fd().map_err(|lack| format!("the peer's region {region} {lack}"))?;
         if room == 0 {
             return Err("there are as many mappings of peers' regions as max_mappings allows".to_owned());
         }
-        Window::map(fd.as_fd(), offset, len, access == Access::Write)
-            .map_err(|e| format!("the peer's region {region}: {e}"))
+        Window::map(fd, offset, len, access == Access::Write).map_err(|e| format!("the peer's region {region}: {e}"))
     }
 
     fn check_len(&self, region: RegionId, len: u64) -> Result<(), String> {
@@ -403,6 +408,12 @@ impl Link {
         if wait { Needs::Wait } else { Needs::Ready(places) }
     }
 
+    /// Forgets what was refused, so that the next operation asks again: what a peer does not grant now, or what there was no
+    /// room for here, may be granted or find room later. A region that is gone stays gone.
+    pub(crate) fn forgive(&mut self) {
+        self.wishes.retain(|_, wish| !matches!(wish, Wish::Failed(e) if !matches!(e, TransferError::Stale { .. })));
+    }
+
     /// Forgets how a region was reached that turned out to be stale, so that its memory is not held.
     pub(crate) fn forget(&mut self, region: RegionId) {
         for access in [Access::Read, Access::Write] {
@@ -421,6 +432,7 @@ impl Link {
             process: Some(up.process),
             user: self.user,
             kernel: self.kernel.clone(),
+            socket: self.socket.clone(),
         })
     }
 
@@ -490,9 +502,13 @@ impl Link {
         self.state = State::Lost { cause, told: false };
     }
 
-    /// Unmaps everything. To be called when no operation is under way.
-    pub(crate) fn unmap(&mut self) {
+    /// Unmaps everything, and lets the peer know that we touch nothing of its, also if a child of a fork has the socket too. To
+    /// be called when every operation has ended; jobs in doubt keep what they use, and the peer waiting.
+    pub(crate) fn let_go(&mut self) {
         self.wishes.clear();
+        if Arc::strong_count(&self.socket) == 1 {
+            sock::say_no_more(&self.socket);
+        }
     }
 }
 

@@ -62,12 +62,15 @@ impl Local {
         &mut self,
         region: Region,
         read_only: bool,
+        other_users: bool,
         capabilities: &Capabilities,
     ) -> Result<RegionId, RegisterError> {
         self.table.check(&region, capabilities)?;
         if let Some((fd, offset)) = region.share() {
             // A peer would refuse it later; the caller can still do something about it now.
-            window::check(fd, offset, region.len().get()).map_err(|e| RegisterError::Refused {
+            let checked = window::check(fd, offset, region.len().get());
+            let checked = checked.and_then(|()| if other_users { window::check_private(fd) } else { Ok(()) });
+            checked.map_err(|e| RegisterError::Refused {
                 backend: capabilities.backend,
                 len: region.len(),
                 reason: format!("{e}; or register it without a descriptor, to be copied by process_vm_readv/writev"),

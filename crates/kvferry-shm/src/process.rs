@@ -3,7 +3,9 @@
 //!
 //! The kernel checks the peer's addresses, so a peer that lies gets an error or its own garbage, and nothing faults. What
 //! the kernel does not check is *which* process a number names: one that ended may have given its number to another. So
-//! every read brings the peer's probe word along in the same call and compares it, and every write reads it just before.
+//! every read brings the peer's probe word along in the same call and compares it, and every write reads it just before. Between
+//! that and the write a window stays, of the time between two system calls, in which the process could end and its number be
+//! given to another; the kernel has no call that writes and compares at once.
 
 use std::io::IoSliceMut;
 

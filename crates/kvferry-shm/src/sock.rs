@@ -2,11 +2,14 @@
 //!
 //! Names are in the abstract namespace, so no file exists and none is left behind when a process is killed. Every call
 //! is non-blocking. A message can bring at most one descriptor; more, or a frame longer than the buffer, is reported as
-//! such and its descriptors are closed.
+//! such and its descriptors are closed. What a peer passes may take long to close (a socket that lingers), so whatever is no
+//! memory file is closed on a thread of its own.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -16,17 +19,48 @@ use rustix::net::{
 };
 
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// The most descriptors that the kernel passes with one message.
+const MAX_FDS: usize = 253;
 
 /// What a receive gave.
 pub(crate) enum Received {
     /// A frame of this many bytes at the front of the buffer, and the descriptor that came with it.
-    Frame(usize, Option<OwnedFd>),
+    Frame(usize, Passed),
     /// Nothing now.
     Nothing,
     /// The other end is closed and everything it sent was received.
     Closed,
     /// A frame that no conforming peer sends: too long, or with more than one descriptor.
     Improper(&'static str),
+}
+
+/// The descriptor that came with a frame. Closed when dropped, by a thread of its own if that could take long.
+pub(crate) struct Passed(Result<OwnedFd, Lack>);
+
+/// Why there is no descriptor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum Lack {
+    /// None came.
+    #[error("came without a descriptor")]
+    Missing,
+    /// One came, but this process has as many as it may.
+    #[error("came with a descriptor, but this process has as many as it may; raise RLIMIT_NOFILE")]
+    NoRoom,
+}
+
+impl Passed {
+    /// The descriptor.
+    pub(crate) fn fd(&self) -> Result<BorrowedFd<'_>, Lack> {
+        self.0.as_ref().map(AsFd::as_fd).map_err(|lack| *lack)
+    }
+}
+
+impl Drop for Passed {
+    fn drop(&mut self) {
+        if let Ok(fd) = std::mem::replace(&mut self.0, Err(Lack::Missing)) {
+            discard(vec![fd]);
+        }
+    }
 }
 
 /// A socket that listens on an abstract name.
@@ -95,7 +129,8 @@ pub(crate) fn send(fd: &OwnedFd, head: &[u8], tail: &[u8], pass: Option<Borrowed
 
 /// Receives one frame.
 pub(crate) fn receive(fd: &OwnedFd, buffer: &mut [u8]) -> Result<Received, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    // With less room, what doesn't fit would be closed in this thread.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut resets = 0;
     loop {
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -119,16 +154,22 @@ pub(crate) fn receive(fd: &OwnedFd, buffer: &mut [u8]) -> Result<Received, Errno
                 fds.extend(passed);
             }
         }
-        if got.flags.contains(ReturnFlags::TRUNC) {
-            return Ok(Received::Improper("a frame longer than the longest"));
+        let long = got.flags.contains(ReturnFlags::TRUNC);
+        if long || fds.len() > 1 {
+            discard(fds);
+            let what =
+                if long { "a frame longer than the longest" } else { "more than one file descriptor in a frame" };
+            return Ok(Received::Improper(what));
         }
-        if got.flags.contains(ReturnFlags::CTRUNC) || fds.len() > 1 {
-            return Ok(Received::Improper("more than one file descriptor in a frame"));
+        // There was room for as many as can come, so what is cut off found no room in this process.
+        if got.flags.contains(ReturnFlags::CTRUNC) {
+            discard(fds);
+            return Ok(Received::Frame(got.bytes, Passed(Err(Lack::NoRoom))));
         }
-        if got.bytes == 0 && fds.is_empty() {
-            return Ok(Received::Closed);
-        }
-        return Ok(Received::Frame(got.bytes, fds.pop()));
+        return Ok(match fds.pop() {
+            None if got.bytes == 0 => Received::Closed,
+            fd => Received::Frame(got.bytes, Passed(fd.ok_or(Lack::Missing))),
+        });
     }
 }
 
@@ -146,14 +187,75 @@ pub(crate) fn gone(socket: &OwnedFd, process: Option<&OwnedFd>) -> bool {
     }
 }
 
-/// Whether a descriptor becomes readable within the time.
-pub(crate) fn readable(fd: impl AsFd, timeout: Option<std::time::Duration>) -> bool {
-    let limit = timeout.map(|t| Timespec {
-        tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(t.subsec_nanos()),
-    });
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    matches!(poll(&mut fds, limit.as_ref()), Ok(n) if n > 0)
+/// Whether the other end is closed altogether: no process holds it any more.
+pub(crate) fn closed(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    // Hang-ups and errors are told in any case. Our own half that is shut down alone is no hang-up.
+    matches!(retry(|| poll(&mut fds, Some(&zero))), Ok(n) if n > 0)
+}
+
+/// Says that we send no more. The other end reads that as an end; what it sent can still be read.
+pub(crate) fn say_no_more(socket: &OwnedFd) {
+    // Fails only for what is not connected any more.
+    rustix::net::shutdown(socket, rustix::net::Shutdown::Write).unwrap_or(());
+}
+
+/// Whether a descriptor becomes readable within the time. A signal does not end the wait.
+pub(crate) fn readable(fd: impl AsFd, timeout: Option<Duration>) -> bool {
+    let until = timeout.and_then(|t| Instant::now().checked_add(t));
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let limit = left.map(|t| Timespec {
+            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(t.subsec_nanos()),
+        });
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+        match poll(&mut fds, limit.as_ref()) {
+            Err(Errno::INTR) => {}
+            ready => return ready.is_ok_and(|n| n > 0),
+        }
+    }
+}
+
+/// Descriptors to close, and whether a thread is at it.
+struct Closing {
+    fds: Vec<OwnedFd>,
+    runs: bool,
+}
+
+static CLOSING: Mutex<Closing> = Mutex::new(Closing { fds: Vec::new(), runs: false });
+
+/// Closes what a peer passed. Memory files are closed here; for others that can take as long as the peer likes, so one thread
+/// closes them one by one, and ends when none is left.
+fn discard(fds: Vec<OwnedFd>) {
+    let slow: Vec<_> = fds.into_iter().filter(|fd| rustix::fs::fcntl_get_seals(fd).is_err()).collect();
+    if slow.is_empty() {
+        return;
+    }
+    let mut closing = closing();
+    closing.fds.extend(slow);
+    if !closing.runs {
+        // If there can be no thread now, they wait for the next time.
+        let thread = std::thread::Builder::new().name("kvferry-shm-close".to_owned()).spawn(close_all);
+        closing.runs = thread.is_ok();
+    }
+}
+
+fn close_all() {
+    loop {
+        let mut closing = closing();
+        let Some(fd) = closing.fds.pop() else {
+            closing.runs = false;
+            return;
+        };
+        drop(closing);
+        drop(fd);
+    }
+}
+
+fn closing() -> MutexGuard<'static, Closing> {
+    CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn retry<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {

@@ -10,6 +10,10 @@ use kvferry_transport::{Event, LostCause, OpKind, Outcome, Region, Submission, T
 use rustix::io::Errno;
 
 use crate::process::{Kernel, Linux, Span, Way};
+
+mod forks;
+mod held;
+mod limits;
 use crate::window::create;
 use crate::{Config, ShmTransport};
 
@@ -46,19 +50,28 @@ fn counted(owner: &Arc<Region>) -> Region {
 
 /// All of a source region to all of destination region 0.
 fn whole(src: u32, sources: usize) -> Arc<BoundedBatch> {
+    copy_of(LEN as u64, src, sources)
+}
+
+/// The same for one source region of any length.
+fn of_len(len: u64) -> Arc<BoundedBatch> {
+    copy_of(len, 0, 1)
+}
+
+fn copy_of(len: u64, src: u32, sources: usize) -> Arc<BoundedBatch> {
     let base = Base { src_region: RegionId::new(src), dst_region: RegionId::new(0), src_offset: 0, dst_offset: 0 };
     let part = Part {
         src_add: 0,
         dst_add: 0,
-        src_block_stride: LEN as u64,
-        dst_block_stride: LEN as u64,
+        src_block_stride: len,
+        dst_block_stride: len,
         src_step: 1,
         dst_step: 1,
-        nest: Nest::run(LEN as u64),
+        nest: Nest::run(len),
         pairs: vec![PairRun { src: 0, dst: 0, count: 1 }].into(),
     };
     let batch = Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]);
-    Arc::new(batch.check(&vec![Bytes::new(LEN as u64); sources], &[Bytes::new(LEN as u64)]).unwrap())
+    Arc::new(batch.check(&vec![Bytes::new(len); sources], &[Bytes::new(len)]).unwrap())
 }
 
 fn hear<R>(d: &mut ShmTransport, p: &mut ShmTransport, mut wanted: impl FnMut(Event) -> Option<R>) -> R {
@@ -137,8 +150,10 @@ fn a_region_that_is_given_up_waits_for_those_inside() {
     let slot = d.slot(0);
     let inside = slot.enter();
     p.deregister(id).unwrap();
-    for _ in 0..5 {
-        assert_eq!(p.step(Duration::from_secs(1)), Some(Duration::from_millis(1001)), "it is looked at again");
+    let second = Duration::from_secs(1);
+    for pause in [1, 2, 4, 8, 16, 32, 64, 100, 100] {
+        let again = second + Duration::from_millis(pause);
+        assert_eq!(p.step(second), Some(again), "it is looked at again, less and less often");
         assert_eq!(Arc::strong_count(&memory), 2);
     }
     drop(inside);

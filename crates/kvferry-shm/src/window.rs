@@ -1,8 +1,10 @@
 //! Mappings of memory files, our own and those that peers pass, and the checks before a peer's is mapped.
 //!
 //! A peer's descriptor is never believed. It must be a memory file that is sealed against any change of size, and be
-//! long enough *after* the seals were seen; only then is it mapped. So no access to the mapping can ever fault, whatever
-//! the peer does later and however it ends: the file lives as long as the mapping, its size is fixed.
+//! long enough *after* the seals were seen; only then is it mapped. So no access to the mapping faults for want of file,
+//! whatever the peer does later and however it ends: the file lives as long as the mapping, its size is fixed. Want of memory is
+//! another thing: a page that its owner never touched, or punched out, is made when we access it, and that can get us killed
+//! where memory is limited (a memory cgroup, `vm.overcommit_memory=2`). Owners touch their buffers when they make them.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -36,6 +38,13 @@ pub(crate) enum WindowError {
     Map(Errno),
     #[error("the memfd could not be created: {0}")]
     Create(Errno),
+    #[error("the memfd does not begin as a board of kvferry does")]
+    NoBoard,
+    #[error(
+        "the memfd may be opened by other users (mode {mode:o}), who could then write to it through a descriptor that was \
+         passed for reading; fchmod it to 400"
+    )]
+    Open { mode: u32 },
     #[error("the memfd could not be opened again read-only through /proc/self/fd: {0}; mount /proc")]
     Reopen(Errno),
 }
@@ -128,7 +137,14 @@ pub(crate) fn is_write_sealed(fd: BorrowedFd<'_>) -> bool {
     seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE)
 }
 
-/// The same memory file, opened so that its receiver cannot map it writable.
+/// Checks that a process of another user that gets a descriptor for reading can't open the file again for writing.
+pub(crate) fn check_private(fd: BorrowedFd<'_>) -> Result<(), WindowError> {
+    let mode = rustix::fs::fstat(fd).map_err(WindowError::NotMemfd)?.st_mode & 0o777;
+    if mode & 0o077 == 0 { Ok(()) } else { Err(WindowError::Open { mode }) }
+}
+
+/// The same memory file, opened so that its receiver cannot map it writable. Only for others than the file's owner, and only
+/// if [`check_private`] holds: who may open the file again by `/proc/self/fd` gets a writable descriptor.
 pub(crate) fn read_only(fd: BorrowedFd<'_>) -> Result<OwnedFd, WindowError> {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
@@ -142,6 +158,7 @@ pub(crate) fn create(name: &str, len: u64, private: bool) -> Result<(OwnedFd, Wi
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create(name, flags).map_err(WindowError::Create)?;
     rustix::fs::ftruncate(&fd, len).map_err(WindowError::Create)?;
+    rustix::fs::fchmod(&fd, rustix::fs::Mode::RUSR).map_err(WindowError::Create)?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(WindowError::Create)?;
     let window = Window::map(fd.as_fd(), 0, len, true)?;
     if private {
