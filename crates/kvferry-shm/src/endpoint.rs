@@ -532,7 +532,7 @@ impl Transport for ShmTransport {
         let ours = self.local.board.is_ours();
         let peer = self.links.get_mut(&id).filter(|p| !p.closing && ours).ok_or(UnknownPeer(id))?;
         peer.closing = true;
-        self.events.retain(|e| !matches!(e, Event::Connected { peer } | Event::PeerLost { peer, .. } if *peer == id));
+        self.events.retain(|event| !event.is_of_connection(id));
         peer.link.lose(LostCause::Gone, &self.poller);
         self.stop_all(id, &TransferError::Disconnected);
         self.stir(id);

@@ -138,6 +138,7 @@ impl<T: Transport> Gate<T> {
 
     pub(crate) fn disconnect(&mut self, peer: PeerId) -> Result<(), UnknownPeer> {
         self.inner.disconnect(peer)?;
+        self.events.retain(|event| !event.is_of_connection(peer));
         self.lost.remove(&peer);
         for id in self.of_peer(peer, |state| matches!(state, State::Held(_))) {
             self.end(id, Outcome::Failed(TransferError::Disconnected));

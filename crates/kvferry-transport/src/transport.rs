@@ -33,7 +33,7 @@ use crate::types::{Capabilities, EndpointId, Event, OpId, PeerId, PeerInfo, Revo
 /// - `[connect]` `connect` validates and begins; exactly one of [`Event::Connected`] and [`Event::PeerLost`] follows
 ///   first. Submissions are accepted at once and wait for the lane. The peer need not connect back.
 /// - `[disconnect]` `disconnect` forgets the connection. Its operations that have not ended end, once each, with
-///   events that follow; nothing else is heard of it.
+///   events that follow; nothing else is heard of it, not even what was queued before of its coming up or its loss.
 /// - `[peer-death]` When a peer dies, each of its operations ends, once each, then [`Event::PeerLost`] follows; nothing
 ///   hangs. An idle connection may notice only at its next operation.
 ///
@@ -58,7 +58,9 @@ use crate::types::{Capabilities, EndpointId, Event, OpId, PeerId, PeerInfo, Revo
 /// - `[wake]` [`wake_fd`](Self::wake_fd) is readable (level) once something arrived from outside (a peer, a backend's
 ///   thread) that `step` has not yet seen; `step` clears it. Timers are not on it: they are the time that `step` gave. Our
 ///   own calls are not on it either: step after them. [`wait`](Self::wait) sleeps on the same without a poller, and returns
-///   at once while an event is queued. An idle endpoint uses no CPU.
+///   at once while an event is queued. An idle endpoint uses no CPU: it is not woken, and its `step` gives no time or a later one.
+/// - `[timers]` A driver that steps only when it is woken, or when the time that the last step gave has come, sees every
+///   operation end.
 /// - `[drop]` Dropping an endpoint abandons its operations without events; peers see it as gone. No memory is touched for
 ///   them after the drop returns, or the region's owner is kept alive until that is so.
 ///

@@ -177,6 +177,14 @@ pub enum Event {
     },
 }
 
+impl Event {
+    /// Whether it tells that this connection is up or lost: nobody hears that after `disconnect`, also if it was queued before.
+    #[must_use]
+    pub fn is_of_connection(&self, connection: PeerId) -> bool {
+        matches!(self, Self::Connected { peer } | Self::PeerLost { peer, .. } if *peer == connection)
+    }
+}
+
 /// What taking back access achieves.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Revocation {

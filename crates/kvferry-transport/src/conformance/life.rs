@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use kvferry_geometry::units::RegionId;
 
 use super::pair::{Pair, submission};
-use super::sample::{Rng, scattered};
+use super::sample::{Rng, Sample, scattered};
 use super::{Harness, Verdict, ensure};
 use crate::error::{RevokeError, TransferError, UnknownOp};
-use crate::types::{Event, OpId, OpKind, Outcome, Revocation, RevokeScope};
+use crate::types::{Event, OpId, OpKind, Outcome, PeerId, Revocation, RevokeScope};
 
 pub(super) fn cancel(h: &mut dyn Harness) -> Result<Verdict, String> {
     for kind in [OpKind::Read, OpKind::Write] {
@@ -107,6 +107,12 @@ pub(super) fn wake(h: &mut dyn Harness) -> Result<Verdict, String> {
         pair.step(h);
         ensure!(quiet.elapsed() < Duration::from_secs(10), "an idle endpoint is woken without end");
     }
+    for (name, t) in [("near", &mut pair.near), ("far", &mut pair.far)] {
+        let now = h.now();
+        let next = t.step(now);
+        ensure!(next.is_none_or(|at| at > now), "{name} is idle and wants to be stepped at {next:?}; it is {now:?}");
+    }
+    queued(h, &mut pair, peer, &sample)?;
     let Some(readable) = h.readable(pair.far.wake_fd()) else {
         return Ok(Verdict::Skipped("the harness can't poll a file descriptor".to_owned()));
     };
@@ -130,6 +136,58 @@ pub(super) fn wake(h: &mut dyn Harness) -> Result<Verdict, String> {
         timer = pair.far.step(h.now());
         pair.far_events.extend(std::iter::from_fn(|| pair.far.next_event()));
         ensure!(start.elapsed() < Duration::from_secs(20), "woken, but there is no notification");
+    }
+    Ok(Verdict::Passed)
+}
+
+/// A wait with an event in the queue returns at once.
+fn queued(h: &mut dyn Harness, pair: &mut Pair, peer: PeerId, sample: &Sample) -> Result<(), String> {
+    let op = pair.submit(peer, OpKind::Write, sample, None)?;
+    // Nobody takes the event; what else there is to do is done by then.
+    for _ in 0..150 {
+        pair.near.step(h.now());
+        pair.far.step(h.now());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let start = Instant::now();
+    let woken = pair.near.wait(Some(Duration::from_secs(20)));
+    let took = start.elapsed();
+    ensure!(woken && took < Duration::from_secs(10), "with an event queued, a wait gave {woken} after {took:?}");
+    let ended = pair.end_of(h, op)?;
+    ensure!(ended.done().is_some(), "the write ended as {ended:?}");
+    Ok(())
+}
+
+/// Near is stepped only when it is woken or its timer is due.
+pub(super) fn timers(h: &mut dyn Harness) -> Result<Verdict, String> {
+    for kind in [OpKind::Read, OpKind::Write] {
+        let sample = scattered(300, 3000);
+        let (mut pair, memory, peer) = Pair::ready(h, &sample, kind, &mut Rng::new(24))?;
+        pair.linger(h);
+        for _ in 0..20 {
+            let op = pair.submit(peer, kind, &sample, Some(b"timed"))?;
+            let start = Instant::now();
+            // As the contract has it: a step follows our own calls.
+            let mut next = pair.near.step(h.now());
+            loop {
+                pair.near_events.extend(std::iter::from_fn(|| pair.near.next_event()));
+                if let Some(end) = pair.outcomes(op).pop() {
+                    ensure!(end.done().is_some(), "{op} ended as {end:?}");
+                    break;
+                }
+                ensure!(
+                    start.elapsed() < Duration::from_secs(20),
+                    "{op} does not end: nothing wakes, next is {next:?}"
+                );
+                pair.far.step(h.now());
+                pair.far_events.extend(std::iter::from_fn(|| pair.far.next_event()));
+                let now = h.now();
+                if next.is_some_and(|at| at <= now) || pair.near.wait(Some(Duration::from_micros(200))) {
+                    next = pair.near.step(h.now());
+                }
+            }
+        }
+        memory.check(&sample)?;
     }
     Ok(Verdict::Passed)
 }

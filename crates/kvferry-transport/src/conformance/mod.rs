@@ -82,6 +82,7 @@ pub const CLAUSES: &[(&str, Clause)] = &[
     ("revoke", life::revoke),
     ("revoke-endpoint", life::revoke_endpoint),
     ("wake", life::wake),
+    ("timers", life::timers),
     ("drop", life::drop_in_flight),
     ("queue", volume::queue),
     ("many-small", volume::many_small),

@@ -3,12 +3,12 @@
 use kvferry_geometry::units::RegionId;
 
 use super::pair::{Pair, submission};
-use super::sample::{Rng, scattered};
+use super::sample::{Memory, Rng, Sample, scattered};
 use super::{Harness, Verdict, ensure};
 use crate::blob::Blob;
 use crate::error::{ConnectError, Fault, SubmitError, UnknownPeer};
 use crate::transport::Transport;
-use crate::types::{EndpointId, Event, OpKind, PeerId};
+use crate::types::{EndpointId, Event, OpId, OpKind, PeerId};
 
 pub(super) fn blob(h: &mut dyn Harness) -> Result<Verdict, String> {
     let mut pair = Pair::new(h);
@@ -111,13 +111,31 @@ pub(super) fn disconnect(h: &mut dyn Harness) -> Result<Verdict, String> {
         }
         let lost = pair.near_events.iter().any(|e| matches!(e, Event::PeerLost { .. }));
         ensure!(!lost, "PeerLost after disconnecting");
-        memory.check_outside(&sample)?;
+        check_ends(&pair, &memory, &sample, &ops)?;
         let got = pair.near.submit(submission(peer, OpKind::Write, &sample, None));
         ensure!(got == Err(SubmitError::UnknownPeer { peer }), "submitting afterwards gave {got:?}");
         ensure!(pair.near.disconnect(peer) == Err(UnknownPeer(peer)), "disconnecting twice is no error");
         pair.near.deregister(RegionId::new(0)).map_err(|e| format!("after disconnecting: {e}"))?;
     }
+    // What was told of the connection, and not taken yet, is not heard either.
+    let mut pair = Pair::new(h);
+    for steps in 0..20 {
+        let peer = pair.near.connect(&pair.far.blob()).map_err(|e| e.to_string())?;
+        for _ in 0..steps {
+            pair.near.step(h.now());
+            pair.far.step(h.now());
+        }
+        pair.near.disconnect(peer).map_err(|e| e.to_string())?;
+        pair.linger(h);
+        ensure!(pair.near_events.is_empty(), "after {steps} steps, disconnected, it heard {:?}", pair.near_events);
+    }
     Ok(Verdict::Passed)
+}
+
+/// All operations move the same bytes to the same places: if one is done, all are there; in any case no others are touched.
+fn check_ends(pair: &Pair, memory: &Memory, sample: &Sample, ops: &[OpId]) -> Result<(), String> {
+    let done = ops.iter().flat_map(|op| pair.outcomes(*op)).any(|end| end.done().is_some());
+    if done { memory.check(sample) } else { memory.check_outside(sample) }
 }
 
 pub(super) fn peer_death(h: &mut dyn Harness) -> Result<Verdict, String> {
@@ -143,7 +161,7 @@ pub(super) fn peer_death(h: &mut dyn Harness) -> Result<Verdict, String> {
         }
         pair.linger(h);
         ensure!(pair.near_events.len() == at + 1, "events after PeerLost: {:?}", &pair.near_events[at + 1..]);
-        memory.check_outside(&sample)?;
+        check_ends(&pair, &memory, &sample, &ops)?;
         let got = pair.near.submit(submission(peer, OpKind::Read, &sample, None));
         ensure!(matches!(got, Err(SubmitError::PeerLost { .. })), "submitting to the dead gave {got:?}");
         pair.near.disconnect(peer).map_err(|e| e.to_string())?;

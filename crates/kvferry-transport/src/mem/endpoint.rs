@@ -229,6 +229,7 @@ impl Transport for MemTransport {
         if !self.peers.contains_key(&peer) {
             return Err(UnknownPeer(peer));
         }
+        self.events.retain(|event| !event.is_of_connection(peer));
         self.end_all(peer, &TransferError::Disconnected);
         self.peers.remove(&peer);
         Ok(())
