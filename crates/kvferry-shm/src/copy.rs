@@ -4,6 +4,8 @@
 //! use, and is not read again by the time it could still be there. While one run is copied, the beginning of the next one's
 //! source is fetched, because the hardware's prefetchers stop at each page and scattered blocks are a page or a few.
 
+use kvferry_transport::copy::copy_runs;
+
 /// Bytes of an operation from which on it is written past the caches.
 pub(crate) const STREAM_FROM: u64 = 4 << 20;
 /// Shorter runs go through the caches in any case.
@@ -29,45 +31,23 @@ impl Runs {
     /// # Safety
     /// Every run must be readable at the source and writable at the destination, and their addresses must not overlap.
     pub(crate) unsafe fn copy(&self, stream: bool) {
-        // SAFETY: the caller's promise, passed on; `N` is `run`.
-        unsafe {
-            match self.run {
-                16 => self.fixed::<16>(),
-                32 => self.fixed::<32>(),
-                64 => self.fixed::<64>(),
-                128 => self.fixed::<128>(),
-                256 => self.fixed::<256>(),
-                #[cfg(target_arch = "x86_64")]
-                run if stream && run >= STREAM_RUN => {
-                    for i in 0..self.count {
-                        if i + 1 < self.count {
-                            fetch(self.src.add((i + 1) * self.src_stride), run);
-                        }
-                        past_caches(self.src.add(i * self.src_stride), self.dst.add(i * self.dst_stride), run);
+        #[cfg(target_arch = "x86_64")]
+        if stream && self.run >= STREAM_RUN {
+            for i in 0..self.count {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    if i + 1 < self.count {
+                        fetch(self.src.add((i + 1) * self.src_stride), self.run);
                     }
-                }
-                run => {
-                    for i in 0..self.count {
-                        let (src, dst) = (self.src.add(i * self.src_stride), self.dst.add(i * self.dst_stride));
-                        std::ptr::copy_nonoverlapping(src, dst, run);
-                    }
+                    past_caches(self.src.add(i * self.src_stride), self.dst.add(i * self.dst_stride), self.run);
                 }
             }
+            return;
         }
-    }
-
-    /// Runs of a size that the compiler knows, which then needs no call for each.
-    ///
-    /// # Safety
-    /// As for [`copy`](Self::copy) with `run == N`.
-    unsafe fn fixed<const N: usize>(&self) {
-        for i in 0..self.count {
-            // SAFETY: the caller's promise.
-            unsafe {
-                let (src, dst) = (self.src.add(i * self.src_stride), self.dst.add(i * self.dst_stride));
-                std::ptr::copy_nonoverlapping(src, dst, N);
-            }
-        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = stream;
+        // SAFETY: the caller's promise.
+        unsafe { copy_runs(self.src, self.dst, self.run, self.count, self.src_stride, self.dst_stride) };
     }
 
     /// Begins to fetch the first run's source.

@@ -186,8 +186,9 @@ impl Job {
 
     /// Moves one share. It is still to be counted as ended.
     pub(crate) fn run(&self, share: Range<u64>, slot: &Slot) {
+        let end = share.end;
         let mut walk = Walk { strips: Strips::new(&self.batch, share), ranges: Ranges::default(), stats: (0, 0) };
-        if let Err(error) = self.run_slices(&mut walk, slot) {
+        if let Err(error) = self.run_slices(&mut walk, end, slot) {
             // The first failure is the one that is told.
             self.tally.failed.set(error).unwrap_or(());
             self.stop();
@@ -196,8 +197,8 @@ impl Job {
         self.tally.descriptors.fetch_add(walk.stats.1, Ordering::Relaxed);
     }
 
-    fn run_slices(&self, walk: &mut Walk<'_>, slot: &Slot) -> Result<(), TransferError> {
-        loop {
+    fn run_slices(&self, walk: &mut Walk<'_>, end: u64, slot: &Slot) -> Result<(), TransferError> {
+        while walk.strips.position() < end {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
@@ -206,10 +207,11 @@ impl Job {
             let moved = self.slice(walk)?;
             drop(inside);
             if moved == 0 {
-                // A region that was deregistered while its bytes were read may have been in other use already.
-                return self.check_gates();
+                break;
             }
         }
+        // A region that was deregistered while its bytes were read may have been in other use already.
+        self.check_gates()
     }
 
     fn check_gates(&self) -> Result<(), TransferError> {
@@ -217,7 +219,7 @@ impl Job {
         closed.map_or(Ok(()), |(region, _)| Err(TransferError::Stale { region: *region }))
     }
 
-    /// Moves up to a slice; gives the bytes moved, zero at the end.
+    /// Moves up to a slice; gives the bytes moved.
     fn slice(&self, walk: &mut Walk<'_>) -> Result<u64, TransferError> {
         let mut moved = 0;
         // One behind, so that the next one's source is on its way while one is copied.

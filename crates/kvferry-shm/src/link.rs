@@ -1,7 +1,7 @@
 //! A connection that we made: from dialling to its end. It asks for the peer's regions when an operation first needs them,
 //! keeps them mapped as long as the connection lives, and sends notifications in order.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -106,6 +106,10 @@ pub(crate) struct Link {
     outbox: VecDeque<Out>,
     blocked: bool,
     wishes: HashMap<(RegionId, Access), Wish>,
+    /// How many of them are mapped.
+    mapped: usize,
+    /// Regions that came as addresses, whatever the peer said at first of how many there are.
+    addressed: BTreeSet<RegionId>,
     kernel: Arc<dyn Kernel>,
 }
 
@@ -127,6 +131,8 @@ impl Link {
             outbox: VecDeque::new(),
             blocked: false,
             wishes: HashMap::new(),
+            mapped: 0,
+            addressed: BTreeSet::new(),
             kernel,
         })
     }
@@ -155,7 +161,7 @@ impl Link {
 
     /// How many mappings it holds.
     pub(crate) fn mappings(&self) -> usize {
-        self.wishes.values().filter(|w| matches!(w, Wish::Ready(Place::Mapped(_)))).count()
+        self.mapped
     }
 
     pub(crate) fn info(&self) -> &PeerInfo {
@@ -302,6 +308,14 @@ impl Link {
         Ok(News::Up)
     }
 
+    /// Takes note that a region is plain, and gives whether the kernel lets us copy from it.
+    fn addressed(&mut self, region: RegionId) -> Result<(), TransferError> {
+        self.addressed.insert(region);
+        let seen = u32::try_from(self.addressed.len()).unwrap_or(u32::MAX);
+        self.part.plain = self.part.plain.max(seen);
+        self.probe()
+    }
+
     fn probe(&mut self) -> Result<(), TransferError> {
         let State::Up(up) = &mut self.state else { return Err(TransferError::PeerLost(LostCause::Gone)) };
         let (process, user, kernel, socket) = (up.process, self.user, &self.kernel, &self.socket);
@@ -337,11 +351,12 @@ impl Link {
             Grant::Map { offset, len } => match self.window(region, access, offset, len, fd, *room) {
                 Ok(window) => {
                     *room -= 1;
+                    self.mapped += 1;
                     Wish::Ready(Place::Mapped(Arc::new(window)))
                 }
                 Err(reason) => Wish::Failed(TransferError::Lane { reason }),
             },
-            Grant::Address { start, len } => match self.probe() {
+            Grant::Address { start, len } => match self.addressed(region) {
                 Err(error) => Wish::Failed(error),
                 Ok(()) if start.checked_add(len).is_none() => {
                     return Err(LostCause::Protocol(format!(
@@ -418,6 +433,7 @@ impl Link {
     pub(crate) fn forget(&mut self, region: RegionId) {
         for access in [Access::Read, Access::Write] {
             if let Some(wish) = self.wishes.get_mut(&(region, access)) {
+                self.mapped -= usize::from(matches!(wish, Wish::Ready(Place::Mapped(_))));
                 *wish = Wish::Failed(TransferError::Stale { region });
             }
         }
@@ -506,6 +522,7 @@ impl Link {
     /// be called when every operation has ended; jobs in doubt keep what they use, and the peer waiting.
     pub(crate) fn let_go(&mut self) {
         self.wishes.clear();
+        self.mapped = 0;
         if Arc::strong_count(&self.socket) == 1 {
             sock::say_no_more(&self.socket);
         }

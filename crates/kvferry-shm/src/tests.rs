@@ -34,18 +34,31 @@ impl Kernel for Refusing {
 }
 
 fn mapped() -> Region {
-    let (fd, window) = create("kvferry-unit", LEN as u64, false).unwrap();
+    mapped_of(LEN)
+}
+
+fn mapped_of(len: usize) -> Region {
+    let (fd, window) = create("kvferry-unit", len as u64, false).unwrap();
     let start = window.start();
-    // SAFETY: the window is `LEN` mapped bytes that can't shrink, and is the owner given.
-    let region = unsafe { Region::from_raw(start, LEN, kvferry_transport::MemoryKind::Host, Arc::new(window)) };
+    // SAFETY: the window is `len` mapped bytes that can't shrink, and is the owner given.
+    let region = unsafe { Region::from_raw(start, len, kvferry_transport::MemoryKind::Host, Arc::new(window)) };
     region.with_share(Arc::new(fd), 0)
 }
 
 /// Plain memory, and an owner whose count tells who holds it.
 fn counted(owner: &Arc<Region>) -> Region {
+    counted_of(owner, LEN)
+}
+
+/// The same of any length; shared if the owner is.
+fn counted_of(owner: &Arc<Region>, len: usize) -> Region {
     let start = std::ptr::NonNull::new(owner.as_ptr()).unwrap();
     // SAFETY: the bytes are `owner`'s, which is the owner given.
-    unsafe { Region::from_raw(start, LEN, kvferry_transport::MemoryKind::Host, owner.clone()) }
+    let region = unsafe { Region::from_raw(start, len, kvferry_transport::MemoryKind::Host, owner.clone()) };
+    match owner.share() {
+        Some((fd, offset)) => region.with_share(Arc::new(fd.try_clone_to_owned().unwrap()), offset),
+        None => region,
+    }
 }
 
 /// All of a source region to all of destination region 0.

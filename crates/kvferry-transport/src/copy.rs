@@ -181,11 +181,13 @@ fn fit(v: u64) -> usize {
     usize::try_from(v).unwrap_or(0)
 }
 
-/// Copies `count` runs; after the last one no pointer is made.
+/// Copies `count` runs of `run` bytes, each a stride further on either side; after the last one no pointer is made. A run that
+/// overlaps its own destination is copied as if through a buffer.
 ///
 /// # Safety
-/// Every run must be readable at the source and writable at the destination.
-unsafe fn copy_runs(src: *const u8, dst: *mut u8, run: usize, count: usize, src_stride: usize, dst_stride: usize) {
+/// Every run must be readable at the source and writable at the destination, and nobody may hold a reference to its bytes.
+#[inline]
+pub unsafe fn copy_runs(src: *const u8, dst: *mut u8, run: usize, count: usize, src_stride: usize, dst_stride: usize) {
     // SAFETY: the caller's promise, passed on; `N` is `run`.
     unsafe {
         match run {

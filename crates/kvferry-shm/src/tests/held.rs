@@ -115,17 +115,75 @@ fn a_thread_that_is_held_holds_neither_operations_nor_the_end() {
 #[test]
 fn a_region_closed_during_the_last_slice_is_stale() {
     let kernel = Holding::held();
-    let (mut d, mut p, peer) = held_pair(&kernel, LEN);
+    let mut d = ShmTransport::with_kernel(Config { threads: 1, ..Config::default() }, kernel.clone()).unwrap();
+    let mut p = ShmTransport::new(Config::default()).unwrap();
+    let memory = Arc::new(Region::zeroed(LEN).unwrap());
+    p.register(counted(&memory)).unwrap();
+    d.register(Region::zeroed(LEN).unwrap()).unwrap();
+    let peer = d.connect(&p.blob()).unwrap();
+    hear(&mut d, &mut p, |e| (e == Event::Connected { peer }).then_some(()));
     let op = held_read(&mut d, &mut p, peer);
     kernel.after(1);
     // All bytes were moved, but what they were in the end is not known.
     p.deregister(RegionId::new(0)).unwrap();
+    for i in 0..5 {
+        p.step(Duration::from_secs(i));
+        assert_eq!(Arc::strong_count(&memory), 2, "the thread is inside");
+    }
     kernel.release();
     let end = hear(&mut d, &mut p, |e| match e {
         Event::Completed { op: id, outcome, .. } if id == op => Some(outcome),
         _ => None,
     });
     assert_eq!(end, Outcome::Failed(TransferError::Stale { region: RegionId::new(0) }));
+    p.step(Duration::from_secs(5));
+    assert_eq!(Arc::strong_count(&memory), 1);
+}
+
+#[test]
+fn a_region_given_up_under_a_running_copy_ends_it_as_stale() {
+    const MUCH: usize = 64 << 20;
+    let plain = |len| Region::zeroed(len).unwrap();
+    let mapped: fn(usize) -> Region = mapped_of;
+    for memory in [mapped, plain] {
+        let mut d = ShmTransport::new(Config::default()).unwrap();
+        let mut p = ShmTransport::new(Config::default()).unwrap();
+        let owned = Arc::new(memory(MUCH));
+        let (ours, source) = (Region::zeroed(MUCH).unwrap(), counted_of(&owned, MUCH));
+        owned.fill(0, MUCH as u64, 7).unwrap();
+        d.register(ours.clone()).unwrap();
+        let mut stale = 0;
+        for round in 0..10u64 {
+            p.register(source.clone()).unwrap();
+            let peer = d.connect(&p.blob()).unwrap();
+            hear(&mut d, &mut p, |e| (e == Event::Connected { peer }).then_some(()));
+            ours.fill(0, MUCH as u64, 0).unwrap();
+            let submission = Submission { peer, kind: OpKind::Read, batch: of_len(MUCH as u64), notify: None };
+            let op = d.submit(submission.clone()).unwrap();
+            for _ in 0..4 {
+                d.step(Duration::ZERO);
+                p.step(Duration::ZERO);
+            }
+            std::thread::sleep(Duration::from_micros(300 * round));
+            p.deregister(RegionId::new(0)).unwrap();
+            let end = hear(&mut d, &mut p, |e| match e {
+                Event::Completed { op: id, outcome, .. } if id == op => Some(outcome),
+                _ => None,
+            });
+            let gone = Outcome::Failed(TransferError::Stale { region: RegionId::new(0) });
+            match end.done() {
+                Some(_) => assert!(ours.to_vec().unwrap().iter().all(|b| *b == 7), "round {round}"),
+                None => assert_eq!(end, gone),
+            }
+            stale += usize::from(end == gone);
+            p.step(Duration::from_secs(round));
+            assert_eq!(Arc::strong_count(&owned), 2, "round {round}: only `source` holds it");
+            let late = d.submit(submission).unwrap();
+            hear(&mut d, &mut p, |e| (e == Event::Completed { op: late, peer, outcome: gone.clone() }).then_some(()));
+            d.disconnect(peer).unwrap();
+        }
+        assert!(stale > 0, "no copy was under way");
+    }
 }
 
 #[test]

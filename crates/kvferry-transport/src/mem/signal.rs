@@ -25,17 +25,20 @@ impl Signal {
 
     pub(super) fn raise(&self) {
         let mut up = self.lock();
-        // The write cannot block: the stream is empty while the flag is down. Were it to fail, `wait` still works.
-        if !*up && (&self.theirs).write(&[1]).is_ok() {
+        if !*up {
             *up = true;
+            // Cannot block: the stream is empty while the flag is down. Were it to fail, `wait` would work, a poller not.
+            (&self.theirs).write_all(&[1]).unwrap_or(());
             self.changed.notify_all();
         }
     }
 
     pub(super) fn clear(&self) {
         let mut up = self.lock();
-        if *up && matches!((&self.ours).read(&mut [0]), Ok(1)) {
+        if *up {
             *up = false;
+            // Nothing to read only if nothing could be written.
+            (&self.ours).read_exact(&mut [0]).unwrap_or(());
         }
     }
 
