@@ -26,8 +26,10 @@ use args::Wire;
 use crew::Crew;
 use link::{Answer, Order};
 pub(crate) use rank::{RankArgs, run as run_rank};
-use report::{Round, Summary, size};
+use report::{Round, Summary};
 use scenario::{Engines, Role, Scenario};
+
+use crate::show;
 
 /// How long all ranks may take to fill their memory and join.
 const JOIN: Duration = Duration::from_secs(300);
@@ -54,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         scenario.decode.ranks().count(),
         args.requests,
         args.tokens,
-        size(wanted),
+        show::size(wanted),
     ));
     if args.transport == Wire::Mem {
         say("transport mem: all ranks are threads of this process".into());
@@ -85,8 +87,8 @@ fn check_memory(args: &Args, wanted: u64) -> anyhow::Result<()> {
     if wanted > available / 10 * 9 {
         bail!(
             "this needs {} of memory, and the machine has {} to spare; ask for fewer --layers (now {}), --requests or --tokens",
-            size(wanted),
-            size(available),
+            show::size(wanted),
+            show::size(available),
             args.layers.map_or("all".to_owned(), |n| n.to_string()),
         );
     }
@@ -124,7 +126,7 @@ async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> a
         summary.zeroed += d.report().zeroed.get();
     }
     summary.full = Some(Round::new(summary.bytes, seconds));
-    say(format!("{} moved and digested at both ends; now checking every byte ...", size(summary.bytes)));
+    say(format!("{} moved and digested at both ends; now checking every byte ...", show::size(summary.bytes)));
     crew = verify(crew, &mut summary, &[Role::Decode], true).await?;
 
     if summary.is_right() && summary.bytes > 0 {

@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::args::Args;
 use super::image::Verdict;
 use super::scenario::Scenario;
+use crate::show;
 
 /// The most rank pairs that are listed as text.
 const MOST_PAIRS: usize = 64;
@@ -91,7 +92,7 @@ impl Summary {
         }
     }
 
-    /// Adds one request's pairs.
+    /// Adds one request's pairs; they come by rank.
     pub(crate) fn add_pairs(&mut self, scenario: &Scenario, pairs: &[PairReport]) {
         for p in pairs {
             let (src, dst) = (scenario.prefill.label(p.src), scenario.decode.label(p.dst));
@@ -107,7 +108,6 @@ impl Summary {
             line.descriptors_after += p.descriptors_after;
             self.bytes += p.bytes.get();
         }
-        self.pairs.sort_by(|a, b| (&a.dst, &a.src).cmp(&(&b.dst, &b.src)));
     }
 
     /// Adds what a rank found; `counts` says whether its bytes are counted as verified, or were in an earlier round.
@@ -126,23 +126,25 @@ impl Summary {
     }
 
     pub(crate) fn print(&self) {
-        println!("\n{:<22} {:<18} {:>12} {:>9} {:>24}", "reads", "from", "bytes", "rows", "descriptors");
-        for p in self.pairs.iter().take(MOST_PAIRS) {
-            let descriptors = format!("{} -> {}", p.descriptors_before, p.descriptors_after);
-            println!("{:<22} {:<18} {:>12} {:>9} {:>24}", p.dst, p.src, size(p.bytes), p.rows, descriptors);
-        }
+        let row = |p: &PairLine| {
+            let counts = [p.rows, p.descriptors_before, p.descriptors_after].map(show::count);
+            [p.dst.clone(), p.src.clone(), show::size(p.bytes)].into_iter().chain(counts).collect()
+        };
+        let rows: Vec<Vec<String>> = self.pairs.iter().take(MOST_PAIRS).map(row).collect();
+        let headings = ["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing"];
+        println!("\n{}", show::table("", &headings, &rows).trim_end());
         if self.pairs.len() > MOST_PAIRS {
             println!("... and {} pairs more (--json lists all)", self.pairs.len() - MOST_PAIRS);
         }
         let sum = |f: fn(&PairLine) -> u64| self.pairs.iter().map(f).sum::<u64>();
         println!(
             "in all {} over {} rank pairs: {} rows, {} descriptors before and {} after coalescing; {} zeroed",
-            size(self.bytes),
+            show::size(self.bytes),
             self.pairs.len(),
-            sum(|p| p.rows),
-            sum(|p| p.descriptors_before),
-            sum(|p| p.descriptors_after),
-            size(self.zeroed),
+            show::count(sum(|p| p.rows)),
+            show::count(sum(|p| p.descriptors_before)),
+            show::count(sum(|p| p.descriptors_after)),
+            show::size(self.zeroed),
         );
         let round = |name: &str, r: Option<Round>| {
             if let Some(r) = r {
@@ -161,16 +163,4 @@ impl Summary {
             self.verified, self.ranks, self.wrong, self.outside
         );
     }
-}
-
-/// A size in words.
-pub(crate) fn size(bytes: u64) -> String {
-    let units = ["KiB", "MiB", "GiB", "TiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let unit = (bytes.ilog2() / 10).min(4);
-    #[allow(clippy::cast_precision_loss, reason = "a size is shown with two decimals")]
-    let value = bytes as f64 / f64::from(1u32 << 10).powi(unit.cast_signed());
-    format!("{value:.2} {}", units[unit as usize - 1])
 }

@@ -10,6 +10,7 @@ use kvferry_geometry::units::{BlockId, GroupId, RankId, TokenRange, Tokens};
 use kvferry_models::{EngineDescription, Model, Shape};
 
 use super::args::Args;
+use crate::show;
 
 /// A side of the demo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
@@ -33,8 +34,8 @@ impl Role {
 #[derive(Clone, Debug)]
 pub(crate) struct Engine {
     pub(crate) role: Role,
-    pub(crate) shape: Shape,
     pub(crate) manifest: Arc<Manifest>,
+    description: EngineDescription,
 }
 
 /// One group's blocks of one request at one engine.
@@ -148,18 +149,9 @@ impl Engine {
         (0..u32::try_from(self.manifest.ranks().len()).unwrap_or(u32::MAX)).map(RankId::new)
     }
 
-    /// What a rank is called: its place in each parallel dimension that has more than one.
+    /// What a rank is called.
     pub(crate) fn label(&self, rank: RankId) -> String {
-        let (r, tp, pcp) = (rank.get(), self.shape.tp, self.shape.pcp);
-        let mut parts = Vec::new();
-        if self.shape.pp > 1 {
-            parts.push(format!("pp{}", r / tp / pcp));
-        }
-        if pcp > 1 {
-            parts.push(format!("pcp{}", r / tp % pcp));
-        }
-        parts.push(format!("tp{}", r % tp));
-        format!("{} {}", if self.role == Role::Prefill { "P" } else { "D" }, parts.join("/"))
+        format!("{} {}", if self.role == Role::Prefill { "P" } else { "D" }, show::rank(&self.description, rank))
     }
 }
 
@@ -186,7 +178,7 @@ fn engine(
     let groups = (0..u32::try_from(sketch.groups().len())?).map(GroupId::new);
     let blocks = groups.map(wanted).max().unwrap_or(1);
     description.blocks = Some(u32::try_from(blocks).context("the requests need more than 2^32 blocks")?);
-    Ok(Engine { role, shape, manifest: Arc::new(description.manifest()?) })
+    Ok(Engine { role, manifest: Arc::new(description.manifest()?), description })
 }
 
 /// (first table position, entries) that a request of `tokens` needs in a group; a window's earlier blocks are gone.
