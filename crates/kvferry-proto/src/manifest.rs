@@ -97,6 +97,9 @@ pub enum JoinError {
     /// All have joined, and together they are unsound or incomplete.
     #[error("the ranks together are no engine: {0}")]
     Unsound(ManifestErrors),
+    /// All have joined, and together they are described by more than a frame can carry to peers and ranks.
+    #[error("the description of the whole engine is too long: {0}; describe its layout with fewer regions or views")]
+    TooLong(String),
 }
 
 /// An owner's collection of ranks, until all have joined.

@@ -111,6 +111,14 @@ pub enum BindRefusal {
     /// The two caches don't describe one model.
     #[error("the caches do not match: {0}")]
     Incompatible(String),
+    /// A rank of the producer is gone.
+    #[error("the producer's rank {rank} is gone: {reason}; prefill again at another engine")]
+    RankLost {
+        /// Which.
+        rank: RankId,
+        /// What the producer knows.
+        reason: String,
+    },
 }
 
 /// How the consumer's reads ended.

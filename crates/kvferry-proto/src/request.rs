@@ -170,6 +170,21 @@ impl Reading {
         self.named.contains_key(&rank) && !self.results.contains_key(&rank)
     }
 
+    /// Whether this rank is named.
+    #[must_use]
+    pub fn names(&self, rank: RankId) -> bool {
+        self.named.contains_key(&rank)
+    }
+
+    /// Nobody waits for the pending ranks any more: each ends with this fault, the others as they did.
+    #[must_use]
+    pub fn end_pending(mut self, fault: &RankFault) -> Ended {
+        let pending: Vec<RankId> = self.pending().collect();
+        self.results.extend(pending.into_iter().map(|rank| (rank, Err(fault.clone()))));
+        let Self { fence, named, results } = self;
+        Ended { fence, named, results }
+    }
+
     /// A rank's share has ended.
     #[must_use]
     pub fn on_rank(mut self, rank: RankId, result: RankResult) -> Step<Self, Ended> {
@@ -190,6 +205,12 @@ impl Ended {
     #[must_use]
     pub fn results(&self) -> &BTreeMap<RankId, RankResult> {
         &self.results
+    }
+
+    /// Whether this rank is named.
+    #[must_use]
+    pub fn names(&self, rank: RankId) -> bool {
+        self.named.contains_key(&rank)
     }
 
     /// Whether every named consumer has read exactly its named sources.

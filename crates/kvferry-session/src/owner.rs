@@ -338,7 +338,7 @@ impl OwnerSession {
     /// A rank has connected: gives its link's number.
     pub fn accept_rank(&mut self, now: Duration) -> RankLinkId {
         self.now = now;
-        self.ranks.accept(now + self.config.handshake)
+        self.ranks.accept(now.saturating_add(self.config.handshake))
     }
 
     /// A rank's link is gone.

@@ -13,7 +13,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
-use kvferry_proto::rank::{FromRank, PullId};
+use kvferry_proto::rank::{FromRank, PullId, RankFault, Stage, ToRank};
 use kvferry_proto::wire;
 use kvferry_session::owner::{Effect, LinkId, OfferError, OwnerSession, PullWish, RankLinkId};
 use kvferry_session::{Delivered, Failed};
@@ -322,19 +322,7 @@ impl Driver {
                 Effect::Connect { link, address } => self.connect(link, &address),
                 Effect::SendPeer { link, message } => self.send_peer(link, &message),
                 Effect::ClosePeer { link } => drop(self.peers.remove(&link)),
-                Effect::SendRank { link, message } => {
-                    let sent = match wire::encode_to_rank(&message) {
-                        Ok(frame) => match self.ranks.get(&link) {
-                            Some(connection) if connection.send(frame) => Ok(()),
-                            _ => Err("its connection takes nothing any more".to_owned()),
-                        },
-                        Err(error) => Err(error.to_string()),
-                    };
-                    if let Err(reason) = sent {
-                        self.ranks.remove(&link);
-                        self.session.rank_closed(link, &reason, self.clock.now());
-                    }
-                }
+                Effect::SendRank { link, message } => self.send_rank(link, message),
                 Effect::CloseRank { link } => drop(self.ranks.remove(&link)),
                 Effect::Ready(manifest) => {
                     self.progress.send_replace(Progress::Ready(manifest));
@@ -374,6 +362,24 @@ impl Driver {
             }
             _ => false,
         });
+    }
+
+    fn send_rank(&mut self, link: RankLinkId, message: ToRank) {
+        let now = self.clock.now();
+        match wire::encode_to_rank(&message) {
+            Ok(frame) => {
+                if !self.ranks.get(&link).is_some_and(|connection| connection.send(frame)) {
+                    self.ranks.remove(&link);
+                    self.session.rank_closed(link, "its connection takes nothing any more", now);
+                }
+            }
+            // The order fails, not the rank.
+            Err(error) => {
+                if let Some(answer) = not_ordered(&message, &error.to_string()) {
+                    self.session.rank_message(link, answer, now);
+                }
+            }
+        }
     }
 
     fn send_peer(&mut self, link: LinkId, message: &PeerMessage) {
@@ -422,6 +428,17 @@ impl Driver {
         }
         self.peers.clear();
         self.ranks.clear();
+    }
+}
+
+/// What a rank would have answered to an order that can't be written.
+fn not_ordered(message: &ToRank, why: &str) -> Option<FromRank> {
+    let fault = || RankFault { stage: Stage::Plan, text: why.to_owned(), in_doubt: false, bad: Vec::new() };
+    match message {
+        ToRank::Pull(order) => Some(FromRank::Pulled { pull: order.pull, result: Err(fault()) }),
+        ToRank::Digest(order) => Some(FromRank::Digested { ticket: order.ticket, pieces: Err(why.to_owned()) }),
+        // All others are shorter than what they were made from, which came in a frame.
+        _ => None,
     }
 }
 

@@ -21,8 +21,6 @@ mod geometry;
 mod messages;
 mod request;
 
-/// The most entries of all block tables of one message.
-pub const MAX_TABLE_ENTRIES: u64 = 1 << 22;
 /// The longest text in a message, in bytes.
 pub const MAX_TEXT: usize = 16 << 10;
 
@@ -88,8 +86,8 @@ pub enum ConvertError {
         /// One past the last.
         end: u64,
     },
-    /// The block tables are too long.
-    #[error("the block tables of one message list more than {limit} blocks")]
+    /// The block tables of one side of a request are too long.
+    #[error("the block tables of one side of a request list more than {limit} blocks")]
     Tables {
         /// The limit.
         limit: u64,

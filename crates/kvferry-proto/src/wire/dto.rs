@@ -182,6 +182,7 @@ pub(super) enum BindRefusal {
     WrongContent,
     PeerMapDiffers([u8; 32]),
     Incompatible(String),
+    RankLost(u32, String),
 }
 
 #[derive(Serialize, Deserialize)]

@@ -63,6 +63,7 @@ fn peer_messages() -> Vec<PeerMessage> {
         BindRefusal::WrongContent,
         BindRefusal::PeerMapDiffers { ours: Digest::from_bytes([4; 32]) },
         BindRefusal::Incompatible("heads".into()),
+        BindRefusal::RankLost { rank: RankId::new(3), reason: "killed".into() },
     ];
     let mut all = vec![
         PeerMessage::Hello(hello),
@@ -340,11 +341,11 @@ fn block_tables_are_counted_before_they_are_expanded() {
         };
         of(kind::BIND_ANSWER, &bound)
     };
-    let limit = convert::MAX_TABLE_ENTRIES;
+    let limit = crate::peer::MAX_REQUEST_BLOCKS;
     assert_eq!(meaning(&answer(vec![(0, u32::MAX)])), ConvertError::Tables { limit });
-    assert_eq!(meaning(&answer(vec![(0, 1 << 22), (0, 1)])), ConvertError::Tables { limit });
+    assert_eq!(meaning(&answer(vec![(0, 1 << 20), (0, 1)])), ConvertError::Tables { limit });
     assert_eq!(meaning(&answer(vec![(u32::MAX, 2)])), ConvertError::Blocks { first: u32::MAX, count: 2 });
-    assert!(decode_peer(&answer(vec![(0, 1 << 21)])).is_ok());
+    assert!(decode_peer(&answer(vec![(0, 1 << 20)])).is_ok());
     let bad = dto::SrcGroup {
         table: dto::Table { first: 0, runs: std::iter::empty().collect() },
         held: (5, 4),
@@ -431,4 +432,36 @@ fn messages_that_no_frame_can_carry_are_our_callers_fault() {
     let error = encode_peer(&answer).unwrap_err();
     assert_eq!(error.fault(), Fault::Caller, "{error}");
     assert!(matches!(error, WireError::NotWritten { .. }), "a list is bounded before a frame is: {error}");
+}
+
+/// The largest requests that decode make orders that fit a frame: whatever a peer sends, an owner can pass it on.
+#[test]
+fn every_order_made_from_what_was_told_fits_a_frame() {
+    // Nothing coalesces, and every id needs all its bytes.
+    let scattered = |n: u32| {
+        let ids: Vec<BlockId> = (0..n).map(|i| BlockId::new(0x8000_0000 + i * 2)).collect();
+        BlockTable::new(u64::MAX, &ids)
+    };
+    let most = u32::try_from(crate::peer::MAX_REQUEST_BLOCKS).unwrap();
+    let groups = |n| vec![DstGroup { table: scattered(n), cached: Tokens::new(u64::MAX) }];
+    let question = |n| RunDigest {
+        fence: fence(),
+        src: RankId::new(0),
+        dst: RankId::new(0),
+        tokens: Tokens::new(u64::MAX),
+        groups: groups(n),
+        windows: vec![Window { start: 0, len: u64::MAX, piece: u64::MAX }; 1],
+    };
+    let over = encode_peer(&PeerMessage::RunDigest(question(most + 1)));
+    // One too many is refused, by the writer's list or by the reader.
+    if let Ok(bytes) = over {
+        assert!(decode_peer(&frame(&bytes)).is_err());
+    }
+    let bytes = encode_peer(&PeerMessage::RunDigest(question(most))).unwrap();
+    let PeerMessage::RunDigest(told) = decode_peer(&frame(&bytes)).unwrap() else { panic!("it is one") };
+    let src = vec![SrcGroup { table: scattered(most), ..src_groups().swap_remove(0) }];
+    let request = Request { tokens: told.tokens, src, dst: told.groups };
+    let order = DigestOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request, windows: told.windows };
+    let bytes = encode_to_rank(&ToRank::Digest(order)).unwrap();
+    assert!(decode_to_rank(&frame(&bytes)).is_ok());
 }

@@ -7,7 +7,8 @@ use kvferry_geometry::units::RankId;
 use kvferry_proto::lease::{Bound, Closed, Consumer, Offer, Offered, first_attempt, stale};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::{
-    Bind, BindAnswer, BindRefusal, Grant, PeerMessage, PieceDigest, Release, RunDigest, RunDigestAnswer,
+    Bind, BindAnswer, BindRefusal, Grant, MAX_REQUEST_BLOCKS, PeerMessage, PieceDigest, Release, RunDigest,
+    RunDigestAnswer,
 };
 use kvferry_proto::rank::{DigestOrder, Pairing, ToRank};
 
@@ -110,7 +111,7 @@ impl OwnerSession {
             return Err(BindRefusal::StaleEpoch { current: self.config.epoch });
         }
         if let Life::Broken(_, rank, reason) = &self.life {
-            return Err(BindRefusal::Incompatible(format!("the producer's rank {rank} is gone: {reason}")));
+            return Err(BindRefusal::RankLost { rank: *rank, reason: reason.clone() });
         }
         let lease = bind.fence.lease;
         match self.leases.open.get(&lease) {
@@ -175,6 +176,14 @@ impl OwnerSession {
         let peer = self.links.peer(link).ok_or("the link is not established")?.clone();
         if self.leases.tickets.values().filter(|t| t.link == link).count() >= MAX_TICKETS {
             return Err("too many digests are asked for at a time".into());
+        }
+        let (expected, got) = (peer.cache().groups().len(), q.groups.len());
+        if expected != got {
+            return Err(format!("the question lists {got} groups, the consumer's engine has {expected}"));
+        }
+        let blocks = q.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
+        if blocks > MAX_REQUEST_BLOCKS {
+            return Err(format!("the question lists {blocks} blocks, more than {MAX_REQUEST_BLOCKS}"));
         }
         let pairing = Pairing { peer: peer.digest(), salt: bound.salt(), peer_map: bound.peer_map() };
         // The producer's blocks are those of the lease, never what a peer says.

@@ -73,7 +73,7 @@ impl Links {
 
 impl OwnerSession {
     pub(super) fn accept_link(&mut self) -> LinkId {
-        let deadline = self.now + self.config.handshake;
+        let deadline = self.now.saturating_add(self.config.handshake);
         let link = self.links.add(Link { stage: Stage::Waiting(None), target: None, deadline });
         self.greet(link);
         link
@@ -85,7 +85,7 @@ impl OwnerSession {
         if let Some(link) = self.links.targets.get(&target) {
             return *link;
         }
-        let deadline = self.now + self.config.handshake;
+        let deadline = self.now.saturating_add(self.config.handshake);
         let link = self.links.add(Link { stage: Stage::Connecting, target: Some(target.clone()), deadline });
         self.links.targets.insert(target, link);
         self.effects.push_back(Effect::Connect { link, address: address.to_owned() });

@@ -190,8 +190,12 @@ impl OwnerSession {
         let (link, wish, pairing) = (pull.link, &pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
         let assurance = wish.assurance;
-        let (Some(pairing), Some((peer, Ok(direction)))) = (pairing, self.reading(link)) else {
+        let (Some(pairing), Some((peer, direction))) = (pairing, self.reading(link)) else {
             return self.give_back(id, link, granted, FailureCause::NotReady);
+        };
+        let direction = match direction {
+            Ok(direction) => direction,
+            Err(error) => return self.give_back(id, link, granted, error.into()),
         };
         let map = match direction.map(pairing.salt) {
             Ok(map) => map,
@@ -207,11 +211,14 @@ impl OwnerSession {
         let reading = granted.read(&map);
         let named: Vec<RankId> = reading.pending().collect();
         self.pulls.put(id, State::Reading(reading));
-        for rank in named {
+        // All are ordered before one that isn't there makes the others stop.
+        let order = |rank: &RankId| {
             let order = PullOrder { pull: id, pairing, request: request.clone(), assurance };
-            if !self.send_rank(rank, ToRank::Pull(order), Some(&peer)) {
-                self.on_pulled(rank, id, Err(lost("it is not there", false)));
-            }
+            !self.send_rank(*rank, ToRank::Pull(order), Some(&peer))
+        };
+        let absent: Vec<RankId> = named.into_iter().filter(order).collect();
+        for rank in absent {
+            self.on_pulled(rank, id, Err(lost("it is not there", false)));
         }
     }
 
@@ -332,7 +339,7 @@ impl OwnerSession {
 
     fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
         let pending: Vec<RankId> = reading.pending().collect();
-        let until = self.now + self.config.grace;
+        let until = self.now.saturating_add(self.config.grace);
         self.pulls.put(id, State::Stopping { reading, cause, until });
         for rank in pending {
             self.send_rank(rank, ToRank::Cancel(id), None);
@@ -348,13 +355,20 @@ impl OwnerSession {
     pub(super) fn rank_lost_in_pulls(&mut self, rank: RankId, reason: &str) {
         let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
         for id in open {
-            let before_reading =
-                matches!(self.pulls.open.get(&id).map(|p| &p.state), Some(State::Linking(_) | State::Asking(_)));
-            if before_reading {
+            let Some(pull) = self.pulls.open.get(&id) else { continue };
+            let fails = match &pull.state {
+                State::Linking(_) | State::Asking(_) | State::Moving => true,
+                State::Reading(reading) | State::Stopping { reading, .. } if reading.is_pending(rank) => {
+                    // Nothing proves that it has stopped.
+                    self.on_pulled(rank, id, Err(lost(reason, true)));
+                    continue;
+                }
+                // Its bytes are there, but nobody can use them.
+                State::Reading(reading) | State::Stopping { reading, .. } => reading.names(rank),
+                State::Releasing(releasing, _) => releasing.ended().names(rank),
+            };
+            if fails {
                 self.stop(id, FailureCause::RankLost { rank, reason: reason.into() });
-            } else {
-                // Nothing proves that it has stopped.
-                self.on_pulled(rank, id, Err(lost(reason, true)));
             }
         }
     }
@@ -365,18 +379,10 @@ impl OwnerSession {
             self.pulls.open.iter().filter(|(_, p)| p.deadline() <= now).map(|(id, _)| *id).collect();
         for id in late {
             match self.pulls.take(id) {
-                Some(State::Stopping { mut reading, cause, .. }) => {
+                Some(State::Stopping { reading, cause, .. }) => {
                     // Ranks that have not stopped in time are in doubt.
-                    let pending: Vec<RankId> = reading.pending().collect();
-                    for rank in pending {
-                        match reading.on_rank(rank, Err(lost("it did not stop in time", true))) {
-                            Step::Next(ended) => {
-                                self.reads_ended(id, ended, cause);
-                                break;
-                            }
-                            Step::Waiting(same) | Step::Ignored(same) => reading = same,
-                        }
-                    }
+                    let ended = reading.end_pending(&lost("it did not stop in time", true));
+                    self.reads_ended(id, ended, cause);
                 }
                 Some(state) => {
                     let waiting_for = state.waiting_for();
@@ -396,27 +402,26 @@ impl OwnerSession {
             if !matches!(state, State::Linking(_)) {
                 self.abandon(id);
             }
-            let in_doubt = match &state {
-                State::Reading(reading) | State::Stopping { reading, .. } => reading.pending().collect(),
-                _ => Vec::new(),
-            };
-            self.fail_with(id, FailureCause::Shutdown, None, in_doubt);
+            match state {
+                // Whoever has not stopped yet won't be heard of again.
+                State::Reading(reading) | State::Stopping { reading, .. } => {
+                    let ended = reading.end_pending(&lost("the owner was shut down before it had stopped", true));
+                    self.fail(id, FailureCause::Shutdown, Some(&ended));
+                }
+                State::Releasing(releasing, _) => self.fail(id, FailureCause::Shutdown, Some(releasing.ended())),
+                State::Linking(_) | State::Asking(_) | State::Moving => self.fail(id, FailureCause::Shutdown, None),
+            }
         }
     }
 
     fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
-        self.fail_with(id, cause, ended, Vec::new());
-    }
-
-    fn fail_with(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>, in_doubt: Vec<RankId>) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (fence, level) = (pull.wish.fence.clone(), pull.wish.assurance);
         let took = self.now.saturating_sub(pull.started);
-        let mut report = match ended {
+        let report = match ended {
             Some(ended) => Report::of(fence, level, took, ended),
             None => Report::empty(fence, level, took),
         };
-        report.in_doubt.extend(in_doubt);
         self.end(id, Err(Failed { cause, report }));
     }
 
@@ -428,5 +433,10 @@ impl OwnerSession {
 }
 
 fn lost(reason: &str, in_doubt: bool) -> RankFault {
-    RankFault { stage: Stage::Read, text: format!("the rank is gone: {reason}"), in_doubt, bad: Vec::new() }
+    RankFault {
+        stage: Stage::Read,
+        text: format!("nothing is known of the rank any more: {reason}"),
+        in_doubt,
+        bad: Vec::new(),
+    }
 }

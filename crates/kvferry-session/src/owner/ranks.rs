@@ -3,9 +3,11 @@
 use super::{BTreeMap, ByRank, Digest, DigestSet, Duration, Effect, Life, OwnerSession, RankId, RankLinkId};
 use std::sync::Arc;
 
-use kvferry_proto::handshake::LocalSide;
-use kvferry_proto::manifest::{Joined, RankJoin};
+use kvferry_proto::handshake::{Greeting, LocalSide};
+use kvferry_proto::manifest::{JoinError, Joined, RankJoin};
+use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, ToRank};
+use kvferry_proto::wire;
 
 /// One rank's link.
 #[derive(Debug)]
@@ -89,21 +91,35 @@ impl OwnerSession {
                 self.effects.push_back(Effect::JoinRefused(error));
             }
             Ok(joined) => {
+                let complete = match joined {
+                    Joined::Complete(manifest) => {
+                        let local = LocalSide {
+                            identity: self.config.identity.clone(),
+                            check: self.config.check,
+                            manifest: Arc::new(manifest),
+                        };
+                        if let Err(error) = fits_a_frame(&local) {
+                            assembly.leave(rank);
+                            self.refuse_rank(link, error.to_string());
+                            return self.effects.push_back(Effect::JoinRefused(error));
+                        }
+                        Some(local)
+                    }
+                    Joined::Waiting => None,
+                };
                 if let Some(l) = self.ranks.links.get_mut(&link) {
                     l.rank = Some(rank);
                 }
                 self.ranks.by_rank.insert(rank, link);
-                if let Joined::Complete(manifest) = joined {
-                    self.complete(manifest);
+                if let Some(local) = complete {
+                    self.complete(local);
                 }
             }
         }
     }
 
-    fn complete(&mut self, manifest: kvferry_proto::manifest::EngineManifest) {
-        let manifest = Arc::new(manifest);
-        let local =
-            LocalSide { identity: self.config.identity.clone(), check: self.config.check, manifest: manifest.clone() };
+    fn complete(&mut self, local: LocalSide) {
+        let manifest = local.manifest.clone();
         self.life = Life::Ready(Arc::new(local));
         let ranks: Vec<RankId> = self.ranks.by_rank.keys().copied().collect();
         for rank in ranks {
@@ -145,5 +161,14 @@ impl OwnerSession {
         }
         self.rank_lost_in_pulls(rank, reason);
         self.rank_lost_in_digests(rank, reason);
+    }
+}
+
+/// Whether the engine can be described to its ranks and to peers; a hello is the longest description.
+fn fits_a_frame(local: &LocalSide) -> Result<(), JoinError> {
+    let (_, hello) = Greeting::start(Arc::new(local.clone()), None);
+    match wire::encode_peer(&PeerMessage::Hello(hello)) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(JoinError::TooLong(error.to_string())),
     }
 }

@@ -331,7 +331,13 @@ fn pull_state_by_event() {
         ("link lost", [("Link", "Link"), ("Link", "Link"), ("-", "Link"), ("-", "Cancelled"), ("Link", "Link")]),
         (
             "rank lost",
-            [("RankLost", "RankLost"), ("RankLost", "RankLost"), ("-", "Ranks"), ("-", "Cancelled"), ("-", "Deadline")],
+            [
+                ("RankLost", "RankLost"),
+                ("RankLost", "RankLost"),
+                ("-", "Ranks"),
+                ("-", "Cancelled"),
+                ("RankLost", "RankLost"),
+            ],
         ),
         ("rank failed", [("-", "Link"), ("-", "Deadline"), ("-", "Ranks"), ("-", "Cancelled"), ("-", "Deadline")]),
         (
@@ -456,6 +462,121 @@ fn ranks_that_do_not_stop_in_time_are_in_doubt() {
     w.carry(|_| false);
     assert_eq!(w.ended(), "Cancelled");
     assert_eq!(w.d.ended[0].1.as_ref().unwrap_err().report.in_doubt, [RankId::new(1)]);
+}
+
+/// Ranks that have stopped are told as they ended, ranks that have not, or are gone, are in doubt.
+#[test]
+fn shut_down_tells_of_every_rank() {
+    let in_doubt = |w: &World| {
+        let failed = w.d.ended[0].1.as_ref().unwrap_err();
+        assert_eq!(failed.cause, FailureCause::Shutdown);
+        (failed.report.in_doubt.clone(), failed.report.pairs.len())
+    };
+    let ranks = |list: &[u32]| list.iter().map(|&r| RankId::new(r)).collect::<Vec<_>>();
+    let mut w = reach("Reading");
+    happen(&mut w, "shut down");
+    assert_eq!(in_doubt(&w), (ranks(&[0, 1]), 0));
+    let mut w = reach("Reading");
+    w.say(0, report(&[0, 1]));
+    happen(&mut w, "shut down");
+    assert_eq!(in_doubt(&w), (ranks(&[1]), 2), "what was read is told");
+    // A rank that died while it read is not forgotten.
+    let mut w = reach("Reading");
+    w.d.session.rank_closed(w.d.rank_links[0], "killed", w.now);
+    happen(&mut w, "shut down");
+    assert_eq!(in_doubt(&w), (ranks(&[0, 1]), 0));
+    let mut w = reach("Stopping");
+    w.say(0, Err(fault(Stage::Read, true)));
+    w.say(1, Err(fault(Stage::Cancelled, false)));
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "Cancelled");
+    assert_eq!(w.d.ended[0].1.as_ref().unwrap_err().report.in_doubt, ranks(&[0]));
+    let mut w = reach("Releasing");
+    happen(&mut w, "shut down");
+    assert_eq!(in_doubt(&w), (Vec::new(), 4));
+}
+
+/// A rank that dies after it has read its share fails the request, since nobody can use its bytes.
+#[test]
+fn a_rank_that_dies_after_its_share_fails_the_request() {
+    let mut w = reach("Reading");
+    w.say(0, report(&[0, 1]));
+    w.d.session.rank_closed(w.d.rank_links[0], "killed", w.now);
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "-", "the other still reads");
+    w.say(1, report(&[2, 3]));
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "RankLost");
+    assert_eq!(w.p.closed, [(w.fence.clone(), Closing::Abandoned)]);
+    let failed = w.d.ended[0].1.as_ref().unwrap_err();
+    assert!(failed.report.in_doubt.is_empty(), "both had stopped");
+}
+
+/// A question that lists other groups than its engine has, or too many blocks, is answered and goes to no rank.
+#[test]
+fn digest_questions_that_do_not_fit_are_refused() {
+    let mut w = reach("Reading");
+    let (_, theirs) = w.link.unwrap();
+    let many = kvferry_geometry::request::BlockTable::new(
+        0,
+        &vec![kvferry_geometry::units::BlockId::ZERO; usize::try_from(MAX_REQUEST_BLOCKS).unwrap() + 1],
+    );
+    for groups in
+        [Vec::new(), [dst_groups(), dst_groups()].concat(), vec![DstGroup { table: many, cached: Tokens::ZERO }]]
+    {
+        let question = question(&w, groups);
+        w.p.orders.clear();
+        w.p.session.peer_message(theirs, PeerMessage::RunDigest(question), w.now);
+        w.p.take();
+        assert!(w.p.orders.is_empty());
+        let Some((_, PeerMessage::RunDigestAnswer(answer))) = w.p.to_peer.pop_front() else { panic!("an answer") };
+        assert!(answer.pieces.is_err());
+    }
+}
+
+fn question(w: &World, groups: Vec<DstGroup>) -> kvferry_proto::peer::RunDigest {
+    let (src, dst, tokens) = (RankId::new(0), RankId::new(0), Tokens::new(TOKENS));
+    let windows = vec![kvferry_proto::peer::Window { start: 0, len: 64, piece: 64 }];
+    kvferry_proto::peer::RunDigest { fence: w.fence.clone(), src, dst, tokens, groups, windows }
+}
+
+/// An engine that no frame can describe is refused when it is complete, and its ranks live on.
+#[test]
+fn an_engine_too_long_for_a_frame_is_a_join_error() {
+    let ranks = 16;
+    let mut p = OwnerSession::new(config("p", 1, ranks)).unwrap();
+    for (rank, manifest) in (0u32..).map(RankId::new).zip(shape(ranks).2) {
+        let link = p.accept_rank(Duration::ZERO);
+        let engine = EngineId::new("p").unwrap();
+        let blob = vec![7; kvferry_proto::manifest::MAX_BLOB].into();
+        let join = RankJoin { engine, rank, epoch: Epoch::new(0), manifest, blob };
+        p.rank_message(link, FromRank::Join(join), Duration::ZERO);
+    }
+    let mut refused = 0;
+    while let Some(effect) = p.next_effect() {
+        match effect {
+            Effect::JoinRefused(JoinError::TooLong(_)) => refused += 1,
+            Effect::SendRank { message: ToRank::Refused(_), .. } | Effect::CloseRank { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((refused, p.missing()), (1, vec![RankId::new(ranks - 1)]));
+}
+
+/// A timeout beyond all reason is as good as none.
+#[test]
+fn endless_timeouts_are_no_overflow() {
+    let mut config = config("p", 1, 4);
+    (config.handshake, config.grace) = (Duration::MAX, Duration::MAX);
+    let mut p = OwnerSession::new(config).unwrap();
+    p.accept(SECOND);
+    p.accept_rank(SECOND);
+    assert_eq!(p.step(SECOND), Some(Duration::MAX));
+    let mut w = reach("Reading");
+    w.d.session.config.grace = Duration::MAX;
+    w.d.session.cancel(w.pull, SECOND);
+    w.carry(|_| false);
+    assert_eq!(w.ended(), "-");
 }
 
 /// HS-10: a hello that comes before our own ranks have joined waits for them.

@@ -122,6 +122,9 @@ impl TryFrom<dto::BindAnswer> for BindAnswer {
                     dto::BindRefusal::WrongContent => BindRefusal::WrongContent,
                     dto::BindRefusal::PeerMapDiffers(d) => BindRefusal::PeerMapDiffers { ours: Digest::from_bytes(d) },
                     dto::BindRefusal::Incompatible(why) => BindRefusal::Incompatible(text(why)?),
+                    dto::BindRefusal::RankLost(rank, why) => {
+                        BindRefusal::RankLost { rank: RankId::new(rank), reason: text(why)? }
+                    }
                 };
                 Self::Refused { fence: fence.try_into()?, reason }
             }
@@ -147,6 +150,7 @@ impl From<&BindAnswer> for dto::BindAnswer {
                     BindRefusal::WrongContent => dto::BindRefusal::WrongContent,
                     BindRefusal::PeerMapDiffers { ours } => dto::BindRefusal::PeerMapDiffers(*ours.as_bytes()),
                     BindRefusal::Incompatible(why) => dto::BindRefusal::Incompatible(clip(why)),
+                    BindRefusal::RankLost { rank, reason } => dto::BindRefusal::RankLost(rank.get(), clip(reason)),
                 };
                 Self::Refused { fence: fence.into(), reason }
             }

@@ -3,23 +3,25 @@
 use kvferry_geometry::request::{BlockTable, DstGroup, Request, SrcGroup, Tail};
 use kvferry_geometry::units::{BlockId, TokenRange, Tokens};
 
-use super::{ConvertError, Converted, MAX_TABLE_ENTRIES};
+use super::{ConvertError, Converted};
+use crate::peer::MAX_REQUEST_BLOCKS;
 use crate::wire::bounded::List;
 use crate::wire::dto;
 
-/// How many table entries a message may still list.
+/// How many blocks one side of a request may still list. With this limit on both sides, every order that an owner makes
+/// from what it was told fits a frame.
 pub(super) struct Budget(u64);
 
 impl Budget {
     pub(super) fn new() -> Self {
-        Self(MAX_TABLE_ENTRIES)
+        Self(MAX_REQUEST_BLOCKS)
     }
 
     fn table(&mut self, d: dto::Table) -> Converted<BlockTable> {
         // Counted before anything is expanded.
         for &(first, count) in &d.runs.0 {
             let left = self.0.checked_sub(u64::from(count));
-            self.0 = left.ok_or(ConvertError::Tables { limit: MAX_TABLE_ENTRIES })?;
+            self.0 = left.ok_or(ConvertError::Tables { limit: MAX_REQUEST_BLOCKS })?;
             if first.checked_add(count).is_none() {
                 return Err(ConvertError::Blocks { first, count });
             }
@@ -83,8 +85,8 @@ impl From<&DstGroup> for dto::DstGroup {
 impl TryFrom<dto::Request> for Request {
     type Error = ConvertError;
     fn try_from(d: dto::Request) -> Converted<Self> {
-        let mut budget = Budget::new();
-        Ok(Self { tokens: Tokens::new(d.tokens), src: budget.src(d.src)?, dst: budget.dst(d.dst)? })
+        let (src, dst) = (Budget::new().src(d.src)?, Budget::new().dst(d.dst)?);
+        Ok(Self { tokens: Tokens::new(d.tokens), src, dst })
     }
 }
 
