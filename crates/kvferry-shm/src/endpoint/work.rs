@@ -82,7 +82,8 @@ impl ShmTransport {
             match &state.stage {
                 Stage::Running(job) => {
                     stop(&self.crew, job);
-                    self.stopping.insert(*op, (error.clone(), None));
+                    // Told to stop before, it has no more time than then.
+                    self.stopping.entry(*op).or_insert((error.clone(), None)).0 = error.clone();
                 }
                 Stage::Waiting | Stage::Notifying(_) => ended.push(*op),
             }

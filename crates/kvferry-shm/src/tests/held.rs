@@ -100,8 +100,12 @@ fn a_thread_that_is_held_holds_neither_operations_nor_the_end() {
     let next = read(&mut d, peer);
     d.step(Duration::from_secs(12));
     kernel.after(2);
-    d.disconnect(peer).unwrap();
+    d.cancel(next).unwrap();
     d.step(Duration::from_secs(13));
+    // It has no more time by this.
+    d.disconnect(peer).unwrap();
+    d.step(Duration::from_secs(14));
+    assert_eq!(outcome(&mut d, next), None);
     d.step(Duration::from_secs(15));
     assert_eq!(outcome(&mut d, next), Some(Outcome::InDoubt(TransferError::Disconnected)));
     // The peer sees the connection closed only when nothing is in doubt; the end of the endpoint does not wait for ever.
@@ -274,5 +278,36 @@ fn a_guest_that_was_sent_away_is_waited_for_until_it_closes() {
     }
     assert_eq!(Arc::strong_count(&memory), 1);
     assert_eq!(p.step(Duration::from_secs(9)), None);
+    drop(inside);
+}
+
+#[test]
+fn a_guest_that_broke_the_protocol_is_waited_for_like_any_other() {
+    let mut p = ShmTransport::new(Config::default()).unwrap();
+    let memory = Arc::new(Region::zeroed(LEN).unwrap());
+    let id = p.register(counted(&memory)).unwrap();
+    let blob = kvferry_transport::blob::Blob::decode(&p.blob()).unwrap();
+    let board = crate::board::Board::new().unwrap();
+    let guest = crate::sock::socket().unwrap();
+    crate::sock::connect(&guest, &blob.lane[21..]).unwrap();
+    let hello = [&[1, 1, 0][..], &blob.endpoint.get(), &blob.lane[1..17], &[9; 16]].concat();
+    crate::sock::send(&guest, &hello, &[], Some(board.fd())).unwrap();
+    for _ in 0..4 {
+        p.step(Duration::ZERO);
+    }
+    let slot = board.slot(0);
+    let inside = slot.enter();
+    crate::sock::send(&guest, b"junk", &[], None).unwrap();
+    for _ in 0..4 {
+        p.step(Duration::ZERO);
+    }
+    p.deregister(id).unwrap();
+    p.step(Duration::from_secs(1));
+    assert_eq!(Arc::strong_count(&memory), 2, "it may still be inside");
+    crate::sock::say_no_more(&guest);
+    for i in 2..5 {
+        p.step(Duration::from_secs(i));
+    }
+    assert_eq!(Arc::strong_count(&memory), 1);
     drop(inside);
 }
