@@ -162,7 +162,7 @@ pub enum Event {
     /// A peer's operation on our memory finished and carried a notification. The peer need not be one that *we*
     /// connected to.
     Notification {
-        /// The endpoint that submitted the operation.
+        /// The endpoint that submitted the operation, by its own word: the backend admitted it, but does not vouch for its id.
         from: EndpointId,
         /// The bytes of [`Submission::notify`].
         payload: Vec<u8>,

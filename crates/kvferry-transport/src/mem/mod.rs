@@ -5,7 +5,8 @@
 //! same events in the same order every time. It is not a fast path between processes: that is `kvferry-shm`.
 //!
 //! Invariants: a slice of bytes moves only while both endpoints' access is held for reading, so that after `revoke`,
-//! `deregister`, [`MemNetwork::kill`] or drop nothing is touched any more.
+//! `deregister`, [`MemNetwork::kill`] or drop nothing is touched any more. Events and notifications wait without a limit: its
+//! peers are its own tests.
 //!
 //! ```
 //! use std::time::Duration;
