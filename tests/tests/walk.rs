@@ -537,3 +537,120 @@ async fn hs_06_garbage_on_the_port_does_not_stop_the_owner() {
     }
     world.stop().await;
 }
+
+/// More pulls than any queue has places, all reading, and then their producer goes: each ends, and the consumer's rank is
+/// none the worse.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_burst_that_is_cut_off_breaks_no_rank() {
+    const PULLS: usize = 1500;
+    let world = World::start().await;
+    for endpoint in &world.d.endpoints {
+        let slow = MemFaults { start_delay: 60 * SECOND..61 * SECOND, ..MemFaults::default() };
+        assert!(world.network.set_faults(*endpoint, slow));
+    }
+    let mut pulls = Vec::new();
+    for _ in 0..PULLS {
+        let reference = world.p.owner.offer(offer()).await.unwrap();
+        let spec = PullSpec { deadline: 60 * SECOND, ..wish(Assurance::Fenced) };
+        pulls.push(world.d.owner.pull(reference, spec).await.unwrap());
+    }
+    tokio::time::sleep(SECOND).await;
+    let World { p, d, .. } = world;
+    p.stop().await;
+    for pull in pulls {
+        let ended = tokio::time::timeout(30 * SECOND, pull).await.expect("every pull ends");
+        let cause = cause(ended);
+        assert!(matches!(cause, FailureCause::Link { .. } | FailureCause::Ranks { .. }), "{cause}");
+    }
+    d.owner.offer(offer_of_decode()).await.expect("no rank is lost");
+    d.stop().await;
+}
+
+/// What the decode engine could offer.
+fn offer_of_decode() -> OfferSpec {
+    let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
+    OfferSpec { groups: vec![SrcGroup { table: table(&DST_BLOCKS), held, tail: Tail::Exact }], content_key: key() }
+}
+
+/// More pulls at once than any queue has places are all delivered.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_burst_of_pulls_is_delivered() {
+    let world = World::start().await;
+    let mut pulls = Vec::new();
+    for _ in 0..1200 {
+        let reference = world.p.owner.offer(offer()).await.unwrap();
+        let spec = PullSpec { deadline: 60 * SECOND, ..wish(Assurance::Full) };
+        pulls.push(world.d.owner.pull(reference, spec).await.unwrap());
+    }
+    for pull in pulls {
+        pull.await.unwrap();
+    }
+    world.stop().await;
+}
+
+/// When a shutdown returns, its ranks have been told, even where nothing runs beside the caller; every lease has ended.
+#[tokio::test]
+async fn a_shutdown_is_over_when_it_returns() {
+    let mut world = World::start().await;
+    let mut events = world.p.owner.take_events().unwrap();
+    for _ in 0..600 {
+        world.p.owner.offer(offer()).await.unwrap();
+    }
+    world.stop().await;
+    let mut released = 0;
+    while let Some(OwnerEvent::Released { how: Closing::Withdrawn, .. }) = events.next().await {
+        released += 1;
+    }
+    assert_eq!(released, 600);
+}
+
+/// An offer whose caller has gone away before it knew the reference is taken back.
+#[tokio::test]
+async fn an_offer_that_nobody_sees_is_taken_back() {
+    let mut world = World::start().await;
+    let mut events = world.p.owner.take_events().unwrap();
+    for wait in [Duration::ZERO, SECOND / 50] {
+        let unseen = async {
+            // Asked for, then left alone while the owner answers, then dropped.
+            let mut offered = Box::pin(world.p.owner.offer(offer()));
+            let first = std::future::poll_fn(|cx| std::task::Poll::Ready(offered.as_mut().poll(cx).is_pending())).await;
+            assert!(first, "the owner has not run yet");
+            tokio::time::sleep(wait).await;
+        };
+        unseen.await;
+        let event = tokio::time::timeout(5 * SECOND, events.next()).await.expect("it is taken back");
+        assert!(matches!(event, Some(OwnerEvent::Released { how: Closing::Withdrawn, .. })), "{event:?}");
+    }
+    world.stop().await;
+}
+
+/// A start that fails leaves no socket; a socket that a killed owner has left is replaced, one in use is not.
+#[tokio::test]
+async fn sockets_are_left_to_nobody() {
+    let dir = std::env::temp_dir().join(format!("kvferry-walk-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let path = dir.join("peer.sock");
+    let manifest = decode_shape().manifest();
+    let builder = || {
+        let groups = manifest.groups().to_vec();
+        let ranks = u32::try_from(manifest.ranks().len()).unwrap();
+        let owner = Owner::builder(EngineId::new("d").unwrap(), manifest.spec().clone(), groups, ranks);
+        owner.listen(Address::Unix(path.clone())).handshake_timeout(Duration::MAX).grace(Duration::MAX)
+    };
+    let failed = builder().rank_socket(dir.join("no/such/directory.sock")).start().await;
+    assert!(matches!(failed, Err(StartError::Listen { .. })));
+    assert!(!path.exists(), "a failed start leaves nothing");
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    assert!(path.exists(), "as a killed owner leaves it");
+    let owner = builder().start().await.unwrap();
+    let second = builder().start().await;
+    assert!(matches!(second, Err(StartError::Listen { .. })), "it is in use");
+    assert!(path.exists(), "and stays so");
+    let silent = std::os::unix::net::UnixStream::connect(owner.rank_socket()).unwrap();
+    tokio::time::sleep(SECOND / 10).await;
+    owner.withdraw(kvferry::LeaseId::new(1)).await.expect("no timeout is too long");
+    owner.shutdown().await;
+    drop(silent);
+    assert!(!path.exists());
+    std::fs::remove_dir_all(&dir).unwrap();
+}

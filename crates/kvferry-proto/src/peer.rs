@@ -199,7 +199,7 @@ pub struct RunDigest {
     pub tokens: Tokens,
     /// The consumer's blocks and what it had cached, as in its request.
     pub groups: Vec<DstGroup>,
-    /// What to digest.
+    /// What to digest: windows in the order of the stream, none of which overlap.
     pub windows: Vec<Window>,
 }
 

@@ -102,6 +102,8 @@ pub enum ToRank {
     Cancel(PullId),
     /// Digest.
     Digest(DigestOrder),
+    /// Nobody waits for the digests of this ticket any more; no answer is needed.
+    CancelDigest(u64),
     /// The producer's digests for [`FromRank::DigestWanted`].
     DigestAnswer {
         /// The request.

@@ -289,7 +289,7 @@ impl OwnerSession {
     pub fn withdraw(&mut self, lease: LeaseId) -> bool {
         match self.leases.withdraw(lease) {
             Some(closed) => {
-                self.effects.push_back(Effect::LeaseClosed { fence: closed.fence().clone(), how: closed.how() });
+                self.close_lease(&closed);
                 true
             }
             None => false,
@@ -364,10 +364,12 @@ impl OwnerSession {
         next.map(|t| t.max(now))
     }
 
-    /// Ends every request that is still open, as shut down; for the end of the owner itself.
+    /// Ends every request that is still open, as shut down, and takes every lease back; for the end of the owner itself.
+    /// What ranks of a request have not ended counts as in doubt.
     pub fn shut_down(&mut self, now: Duration) {
         self.now = now;
         self.end_all_pulls();
+        self.end_all_leases();
     }
 
     /// Another owner's bytes could not be read: tells it why, and closes its link.

@@ -4,8 +4,9 @@
 //! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
 //! to other ranks are connected when first needed and kept until the owner forgets the engine.
 //!
-//! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Long work
-//! (digests) is done a slice at a time.
+//! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Digests and
+//! comparisons are done a slice at a time, for each engine that waits in turn; planning, zeroing a request's tail and connecting
+//! a lane are not cut.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::BorrowedFd;
@@ -83,7 +84,8 @@ pub struct RankSession {
     peers: BTreeMap<Digest, Known>,
     pulls: BTreeMap<PullId, Pull>,
     ops: BTreeMap<OpId, (PullId, RankId)>,
-    jobs: VecDeque<Job>,
+    /// Digest orders by the engine that waits for them; each engine in turn gets a slice.
+    jobs: VecDeque<(Digest, VecDeque<Job>)>,
     zeros: Option<ZeroPlan>,
     out: VecDeque<FromRank>,
     now: Duration,
@@ -151,6 +153,12 @@ impl RankSession {
                 self.fail(pull, fault);
             }
             ToRank::Digest(order) => self.start_digest(order),
+            ToRank::CancelDigest(ticket) => {
+                for (_, jobs) in &mut self.jobs {
+                    jobs.retain(|job| job.ticket != ticket);
+                }
+                self.jobs.retain(|(_, jobs)| !jobs.is_empty());
+            }
             ToRank::DigestAnswer { pull, src, pieces } => {
                 if let Some(p) = self.pulls.get_mut(&pull) {
                     let next = p.on_theirs(src, pieces);
@@ -349,9 +357,15 @@ impl RankSession {
     }
 
     fn start_digest(&mut self, order: DigestOrder) {
-        let ticket = order.ticket;
+        let (ticket, peer) = (order.ticket, order.pairing.peer);
         match self.plan_digest(order) {
-            Ok(digester) => self.jobs.push_back(Job { ticket, digester }),
+            Ok(digester) => {
+                let job = Job { ticket, digester };
+                match self.jobs.iter_mut().find(|(p, _)| *p == peer) {
+                    Some((_, jobs)) => jobs.push_back(job),
+                    None => self.jobs.push_back((peer, VecDeque::from([job]))),
+                }
+            }
             Err(why) => self.out.push_back(FromRank::Digested { ticket, pieces: Err(why) }),
         }
     }
@@ -374,13 +388,22 @@ impl RankSession {
 
     /// One slice of what peers asked for.
     fn digest_slice(&mut self) {
-        let Some(mut job) = self.jobs.pop_front() else { return };
-        let pieces = match job.digester.advance(self.cache.regions(), SLICE) {
-            Ok(false) => return self.jobs.push_back(job),
-            Ok(true) => Ok(job.digester.finish()),
-            Err(error) => Err(error.to_string()),
-        };
-        self.out.push_back(FromRank::Digested { ticket: job.ticket, pieces });
+        let Some((peer, mut jobs)) = self.jobs.pop_front() else { return };
+        if let Some(mut job) = jobs.pop_front() {
+            match job.digester.advance(self.cache.regions(), SLICE) {
+                Ok(false) => jobs.push_back(job),
+                Ok(true) => {
+                    let pieces = Ok(job.digester.finish());
+                    self.out.push_back(FromRank::Digested { ticket: job.ticket, pieces });
+                }
+                Err(error) => {
+                    self.out.push_back(FromRank::Digested { ticket: job.ticket, pieces: Err(error.to_string()) });
+                }
+            }
+        }
+        if !jobs.is_empty() {
+            self.jobs.push_back((peer, jobs));
+        }
     }
 
     /// One slice of our own side of a comparison.
@@ -392,6 +415,7 @@ impl RankSession {
     }
 
     fn forget(&mut self, digest: Digest) {
+        self.jobs.retain(|(peer, _)| *peer != digest);
         let Some(known) = self.peers.remove(&digest) else { return };
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
@@ -417,6 +441,11 @@ fn zero(plan: Option<&ZeroPlan>, request: &BoundRequest, regions: &[Region]) -> 
 impl std::fmt::Debug for RankSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (engine, rank) = (&self.who.engine, self.who.rank);
-        write!(f, "RankSession({engine} rank {rank}, {} pulls, {} digests)", self.pulls.len(), self.jobs.len())
+        write!(
+            f,
+            "RankSession({engine} rank {rank}, {} pulls, {} digests)",
+            self.pulls.len(),
+            self.jobs.iter().map(|(_, jobs)| jobs.len()).sum::<usize>()
+        )
     }
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use blake3::Hasher;
-use kvferry_geometry::batch::{BoundedBatch, Descriptor, Side};
+use kvferry_geometry::batch::{BoundedBatch, Side};
 use kvferry_geometry::units::RegionId;
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_transport::Region;
@@ -19,7 +19,7 @@ use kvferry_transport::strips::Strips;
 #[non_exhaustive]
 pub enum RunsError {
     /// A window is not of this stream.
-    #[error("the window of {} bytes from byte {} on leaves a stream of {stream} bytes, or its pieces are empty", .window.len, .window.start)]
+    #[error("the window of {} bytes from byte {} on leaves a stream of {stream} bytes or overlaps the one before, or its pieces are empty", .window.len, .window.start)]
     Window {
         /// The window.
         window: Window,
@@ -61,16 +61,18 @@ impl std::fmt::Debug for RunDigester {
 }
 
 impl RunDigester {
-    /// Prepares to digest.
+    /// Prepares to digest. Windows come in the order of the stream and don't overlap, so that no more than the stream is
+    /// digested.
     ///
     /// # Errors
-    /// If a window leaves the stream.
+    /// If a window leaves the stream or overlaps the one before it.
     pub fn new(batch: Arc<BoundedBatch>, side: Side, windows: Vec<Window>) -> Result<Self, RunsError> {
         let stream = batch.batch().bytes().get();
+        let mut before = 0;
         for &window in &windows {
-            let inside = window.start.checked_add(window.len).is_some_and(|end| end <= stream);
-            if !inside || window.piece == 0 {
-                return Err(RunsError::Window { window, stream });
+            match window.start.checked_add(window.len) {
+                Some(end) if end <= stream && window.start >= before && window.piece > 0 => before = end,
+                _ => return Err(RunsError::Window { window, stream }),
             }
         }
         Ok(Self { batch, side, windows, at: (0, 0), piece: Hasher::new(), scratch: Vec::new(), out: Vec::new() })
@@ -153,45 +155,6 @@ impl RunDigester {
     }
 }
 
-/// Calls `f` with the runs that make up `len` bytes of the stream from byte `from` on, cut at both ends.
-///
-/// # Errors
-/// What `f` says.
-pub fn for_each_run<E>(
-    batch: &BoundedBatch,
-    from: u64,
-    len: u64,
-    mut f: impl FnMut(Descriptor) -> Result<(), E>,
-) -> Result<(), E> {
-    let end = from.saturating_add(len);
-    let mut cursor = batch.batch().cursor();
-    let mut buffer = [Descriptor::default(); 128];
-    let mut at = 0u64;
-    while at < end {
-        let n = cursor.fill(&mut buffer);
-        if n == 0 {
-            break;
-        }
-        for d in &buffer[..n] {
-            let (start, stop) = (at.max(from), (at + d.len).min(end));
-            if start < stop {
-                let skip = start - at;
-                f(Descriptor {
-                    src_offset: d.src_offset + skip,
-                    dst_offset: d.dst_offset + skip,
-                    len: stop - start,
-                    ..*d
-                })?;
-            }
-            at += d.len;
-            if at >= end {
-                break;
-            }
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use kvferry_geometry::batch::{Base, Batch, Nest, PairRun, Part, Section};
@@ -236,7 +199,7 @@ mod tests {
     #[test]
     fn both_sides_agree_whatever_the_budget_and_a_changed_byte_shows() {
         let (src, dst) = memories();
-        let windows = [Window { start: 0, len: 96, piece: 20 }, Window { start: 30, len: 7, piece: 7 }];
+        let windows = [Window { start: 0, len: 85, piece: 20 }, Window { start: 87, len: 9, piece: 9 }];
         let expected = digest(Side::Src, &src, &windows, u64::MAX);
         assert_eq!(expected.len(), 6);
         for budget in [1, 7, 20, 33, 96, 1000] {
@@ -274,6 +237,9 @@ mod tests {
             let error = RunDigester::new(batch(), Side::Src, vec![window]).unwrap_err();
             assert_eq!(error, RunsError::Window { window, stream: 96 });
         }
+        let window = Window { start: 9, len: 10, piece: 10 };
+        let overlap = RunDigester::new(batch(), Side::Src, vec![Window { start: 0, ..window }, window]);
+        assert_eq!(overlap.unwrap_err(), RunsError::Window { window, stream: 96 });
         assert!(digest(Side::Src, &memories().0, &[Window { start: 96, len: 0, piece: 1 }], 1).is_empty());
     }
 }

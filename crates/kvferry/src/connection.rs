@@ -1,22 +1,30 @@
 //! One connection: a task that reads frames and hands messages to the driver, a task that writes what the driver gives.
 //!
 //! A peer that sends nonsense, sends slowly or takes nothing harms its own connection only: the reader waits for the driver
-//! by itself, what is to be written is bounded, and a write that makes no progress ends the connection.
+//! by itself, and a write that makes no progress ends the connection. What waits to be written is counted in bytes; the
+//! connection itself refuses nothing for its length: its owner looks at the count and pauses whoever fills it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvferry_proto::wire::{Frame, FrameReader};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::address::Address;
 
-/// Frames that wait for a slow reader at the other end, at most.
-const OUTBOX: usize = 1024;
-/// How long one frame may take to be written.
+/// Bytes that wait for a slow reader at the other end: beyond this, whoever fills them should be paused.
+pub(crate) const FULL: usize = 16 << 20;
+/// When the bytes fall to this, [`Connection::start`]'s `drained` is notified.
+pub(crate) const DRAINED: usize = 4 << 20;
+/// Bytes that are written at a time, and how long they may take.
+const CHUNK: usize = 256 << 10;
 const WRITE: Duration = Duration::from_secs(30);
+/// How long the writing of what is left may take after the connection was given up.
+pub(crate) const LINGER: Duration = Duration::from_secs(5);
 
 /// A socket of either kind.
 pub(crate) enum Stream {
@@ -46,13 +54,26 @@ pub(crate) enum Heard {
 
 /// The driver's end of a connection. Dropping it closes the connection once what was given to it is written.
 pub(crate) struct Connection {
-    outbox: mpsc::Sender<Vec<u8>>,
-    reader: AbortHandle,
+    outbox: mpsc::UnboundedSender<Vec<u8>>,
+    waiting: Arc<AtomicUsize>,
+    paused: watch::Sender<bool>,
+    reader: Reader,
+    writer: JoinHandle<()>,
+}
+
+/// The reader's task, which ends with this.
+struct Reader(AbortHandle);
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 impl Connection {
-    /// Takes over a socket. `tell` hands what is heard to the driver, and gives false when nothing more is wanted.
-    pub(crate) fn start<F, R>(stream: Stream, tell: F) -> Self
+    /// Takes over a socket. `tell` hands what is heard to the driver, and gives false when nothing more is wanted. `drained` is
+    /// notified when little waits to be written any more, or never will be.
+    pub(crate) fn start<F, R>(stream: Stream, drained: Arc<Notify>, tell: F) -> Self
     where
         F: FnMut(Heard) -> R + Send + 'static,
         R: Future<Output = bool> + Send + 'static,
@@ -61,12 +82,14 @@ impl Connection {
             Stream::Tcp(s) => {
                 // Messages are small and answers are awaited. Where it can't be set, it is only slower.
                 drop(s.set_nodelay(true));
+                // A peer whose host has vanished is noticed in the end. Where it can't be set, only by its silence.
+                let _ = rustix::net::sockopt::set_socket_keepalive(&s, true);
                 let (read, write) = s.into_split();
-                Self::run(read, write, tell)
+                Self::run(read, write, drained, tell)
             }
             Stream::Unix(s) => {
                 let (read, write) = s.into_split();
-                Self::run(read, write, tell)
+                Self::run(read, write, drained, tell)
             }
         }
     }
@@ -74,31 +97,45 @@ impl Connection {
     fn run<F, R>(
         read: impl AsyncRead + Unpin + Send + 'static,
         write: impl AsyncWrite + Unpin + Send + 'static,
+        drained: Arc<Notify>,
         tell: F,
     ) -> Self
     where
         F: FnMut(Heard) -> R + Send + 'static,
         R: Future<Output = bool> + Send + 'static,
     {
-        let (outbox, inbox) = mpsc::channel(OUTBOX);
-        let reader = tokio::spawn(listen(read, tell)).abort_handle();
-        tokio::spawn(speak(write, inbox));
-        Self { outbox, reader }
+        let (outbox, inbox) = mpsc::unbounded_channel();
+        let (paused, gate) = watch::channel(false);
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let reader = Reader(tokio::spawn(listen(read, gate, tell)).abort_handle());
+        let writer = tokio::spawn(speak(write, inbox, waiting.clone(), drained));
+        Self { outbox, waiting, paused, reader, writer }
     }
 
     /// Gives a frame to be written; false if the other end takes nothing any more.
     pub(crate) fn send(&self, frame: Vec<u8>) -> bool {
-        self.outbox.try_send(frame).is_ok()
+        self.waiting.fetch_add(frame.len(), Ordering::Relaxed);
+        self.outbox.send(frame).is_ok()
+    }
+
+    /// Bytes that wait to be written.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Whether the reader is to hold back the next frame.
+    pub(crate) fn pause(&self, paused: bool) {
+        self.paused.send_replace(paused);
+    }
+
+    /// Closes it; the handle tells when what was given to it is written.
+    pub(crate) fn close(self) -> JoinHandle<()> {
+        drop(self.reader);
+        self.writer
     }
 }
 
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.reader.abort();
-    }
-}
-
-async fn listen<F, R>(mut read: impl AsyncRead + Unpin, mut tell: F)
+async fn listen<F, R>(mut read: impl AsyncRead + Unpin, mut gate: watch::Receiver<bool>, mut tell: F)
 where
     F: FnMut(Heard) -> R,
     R: Future<Output = bool>,
@@ -125,6 +162,9 @@ where
         loop {
             match frames.next_frame() {
                 Ok(Some(frame)) => {
+                    if gate.wait_for(|paused| !paused).await.is_err() {
+                        return;
+                    }
                     if !tell(Heard::Frame(frame)).await {
                         return;
                     }
@@ -139,14 +179,43 @@ where
     }
 }
 
-async fn speak(mut write: impl AsyncWrite + Unpin, mut inbox: mpsc::Receiver<Vec<u8>>) {
-    while let Some(frame) = inbox.recv().await {
-        match tokio::time::timeout(WRITE, write.write_all(&frame)).await {
-            Ok(Ok(())) => {}
-            // The driver learns of it when its next frame is refused, or from the reader.
-            Ok(Err(_)) | Err(_) => return,
+async fn speak(
+    mut write: impl AsyncWrite + Unpin,
+    mut inbox: mpsc::UnboundedReceiver<Vec<u8>>,
+    waiting: Arc<AtomicUsize>,
+    drained: Arc<Notify>,
+) {
+    let mut progress = true;
+    while progress && !inbox.is_closed() {
+        let Some(frame) = inbox.recv().await else { break };
+        // What fails is learnt when the next frame is refused, or from the reader.
+        progress = put(&mut write, &frame).await;
+        let before = waiting.fetch_sub(frame.len(), Ordering::Relaxed);
+        if before > DRAINED && before - frame.len() <= DRAINED {
+            drained.notify_one();
         }
     }
-    // Closed already is as good.
-    drop(write.shutdown().await);
+    if progress {
+        // Given up by our side.
+        let rest = async {
+            while let Some(frame) = inbox.recv().await {
+                write.write_all(&frame).await?;
+            }
+            write.shutdown().await
+        };
+        // Closed already is as good.
+        drop(tokio::time::timeout(LINGER, rest).await);
+    }
+    inbox.close();
+    drained.notify_one();
+}
+
+/// Writes a frame; false if that fails or makes no progress.
+async fn put(write: &mut (impl AsyncWrite + Unpin), frame: &[u8]) -> bool {
+    for chunk in frame.chunks(CHUNK) {
+        if !matches!(tokio::time::timeout(WRITE, write.write_all(chunk)).await, Ok(Ok(()))) {
+            return false;
+        }
+    }
+    true
 }

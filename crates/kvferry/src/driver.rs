@@ -2,8 +2,14 @@
 //!
 //! All that happens comes in through two bounded channels, calls of the engine and news of the connections; the session's
 //! effects go out to connections that never make the driver wait. Listening and connecting are tasks of their own.
+//!
+//! No rank is dropped because much waits for it: where more than `FULL` bytes wait for a rank, the driver pauses the peers'
+//! links whose messages add to them, until they are written. Only a connection that takes nothing for 30 seconds is given up,
+//! and a peer's for which more than `TOO_MUCH` waits. Hellos, which cost the most to read, are read beside the driver, a few
+//! at a time. What two engines are to each other (compatible or not, the map of peers) is still computed on the driver,
+//! once for each pair of engines and salt.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,21 +20,25 @@ use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, PullId, RankFault, Stage, ToRank};
-use kvferry_proto::wire;
+use kvferry_proto::wire::{self, Frame};
 use kvferry_session::owner::{Effect, LinkId, OfferError, OwnerSession, PullWish, RankLinkId};
 use kvferry_session::{Delivered, Failed};
 use tokio::net::UnixListener;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::address::Address;
-use crate::connection::{Connection, Heard, Stream};
+use crate::connection::{Connection, DRAINED, FULL, Heard, LINGER, Stream};
 use crate::owner::{OwnerEvent, PeerListener};
 
 /// News of connections that wait for the driver, at most; then the connections wait.
-const NEWS: usize = 1024;
+const NEWS: usize = 64;
 /// Connections of each kind, at most; more are closed at once.
 const CONNECTIONS: usize = 4096;
+/// Bytes that wait for a peer, at most: one that takes so little is of no use.
+const TOO_MUCH: usize = 256 << 20;
+/// Hellos that are read at a time: each may be long, and nobody knows yet who sends it.
+const HELLOS: usize = 2;
 /// How often abandoned pulls are looked for.
 const SWEEP: Duration = Duration::from_secs(1);
 
@@ -93,7 +103,18 @@ enum Wake {
 pub(crate) struct Listeners {
     pub(crate) peers: Option<PeerListener>,
     pub(crate) ranks: UnixListener,
-    pub(crate) rank_socket: PathBuf,
+    pub(crate) sockets: Vec<SocketFile>,
+}
+
+/// The file of a Unix socket that we listen on; it is removed with this.
+#[derive(Debug)]
+pub(crate) struct SocketFile(pub(crate) PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        drop(std::fs::remove_file(&self.0));
+    }
 }
 
 pub(crate) struct Driver {
@@ -102,48 +123,35 @@ pub(crate) struct Driver {
     commands: mpsc::Receiver<Command>,
     news: mpsc::Receiver<News>,
     tell: mpsc::Sender<News>,
-    events: mpsc::Sender<OwnerEvent>,
-    waiting: VecDeque<OwnerEvent>,
+    events: mpsc::UnboundedSender<OwnerEvent>,
     progress: watch::Sender<Progress>,
     peers: HashMap<LinkId, Connection>,
     ranks: HashMap<RankLinkId, Connection>,
     pulls: HashMap<PullId, oneshot::Sender<Result<Delivered, Failed>>>,
-    tasks: Tasks,
-}
-
-/// What runs beside the driver and ends with it.
-struct Tasks {
-    set: JoinSet<()>,
-    sockets: Vec<PathBuf>,
-}
-
-impl Drop for Tasks {
-    fn drop(&mut self) {
-        for path in &self.sockets {
-            // Gone already is as good.
-            drop(std::fs::remove_file(path));
-        }
-    }
+    /// Links that wait until what they have filled is written.
+    paused: HashSet<LinkId>,
+    /// Whether something that was just sent waits behind too much.
+    full: bool,
+    drained: Arc<Notify>,
+    hellos: Arc<Semaphore>,
+    /// What runs beside the driver and ends with it.
+    tasks: JoinSet<()>,
+    _sockets: Vec<SocketFile>,
 }
 
 impl Driver {
     pub(crate) fn new(
         session: OwnerSession,
         commands: mpsc::Receiver<Command>,
-        events: mpsc::Sender<OwnerEvent>,
+        events: mpsc::UnboundedSender<OwnerEvent>,
         progress: watch::Sender<Progress>,
         listeners: Listeners,
     ) -> Self {
         let (tell, news) = mpsc::channel(NEWS);
-        let mut tasks = Tasks { set: JoinSet::new(), sockets: vec![listeners.rank_socket] };
-        tasks.set.spawn(accept_ranks(listeners.ranks, tell.clone()));
+        let mut tasks = JoinSet::new();
+        tasks.spawn(accept_ranks(listeners.ranks, tell.clone()));
         if let Some(listener) = listeners.peers {
-            if let PeerListener::Unix(unix) = &listener
-                && let Some(path) = unix.local_addr().ok().and_then(|a| a.as_pathname().map(PathBuf::from))
-            {
-                tasks.sockets.push(path);
-            }
-            tasks.set.spawn(accept_peers(listener, tell.clone()));
+            tasks.spawn(accept_peers(listener, tell.clone()));
         }
         Self {
             session,
@@ -152,12 +160,16 @@ impl Driver {
             news,
             tell,
             events,
-            waiting: VecDeque::new(),
             progress,
             peers: HashMap::new(),
             ranks: HashMap::new(),
             pulls: HashMap::new(),
+            paused: HashSet::new(),
+            full: false,
+            drained: Arc::new(Notify::new()),
+            hellos: Arc::new(Semaphore::new(HELLOS)),
             tasks,
+            _sockets: listeners.sockets,
         }
     }
 
@@ -169,15 +181,16 @@ impl Driver {
             self.carry_out();
             let deadline = self.session.step(self.clock.now());
             self.carry_out();
+            self.resume();
             match self.wake(deadline, &mut sweep).await {
                 Wake::Command(Some(Command::Shutdown { reply })) => {
-                    self.shut_down();
+                    self.shut_down().await;
                     // Whoever asked need not wait for it.
                     let _ = reply.send(());
                     return;
                 }
                 Wake::Command(Some(command)) => self.command(command),
-                Wake::Command(None) => return self.shut_down(),
+                Wake::Command(None) => return self.shut_down().await,
                 Wake::News(news) => {
                     self.heard(news);
                     // What has come meanwhile needs no timer of its own.
@@ -193,27 +206,16 @@ impl Driver {
         }
     }
 
-    /// Sleeps until something happens. Gives an event to the engine meanwhile, if one waits and there is room.
+    /// Sleeps until something happens.
     async fn wake(&mut self, deadline: Option<Duration>, sweep: &mut tokio::time::Interval) -> Wake {
         let sleep = tokio::time::sleep_until(self.clock.at(deadline.unwrap_or(Duration::MAX)));
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             Some(news) = self.news.recv() => Wake::News(news),
-            permit = self.events.reserve(), if !self.waiting.is_empty() => {
-                match permit {
-                    Ok(permit) => {
-                        if let Some(event) = self.waiting.pop_front() {
-                            permit.send(event);
-                        }
-                    }
-                    // The engine has dropped its stream of events.
-                    Err(_) => self.waiting.clear(),
-                }
-                Wake::Time
-            }
+            () = self.drained.notified(), if !self.paused.is_empty() => Wake::Time,
             () = sleep, if deadline.is_some() => Wake::Time,
             _ = sweep.tick(), if !self.pulls.is_empty() => Wake::Sweep,
-            Some(_) = self.tasks.set.join_next() => Wake::Time,
+            Some(_) = self.tasks.join_next() => Wake::Time,
         }
     }
 
@@ -268,7 +270,17 @@ impl Driver {
                 }
             }
             News::Connected(link, Err(reason)) => self.session.link_closed(link, &reason, now),
-            News::PeerSaid(link, message) => self.session.peer_message(link, *message, now),
+            News::PeerSaid(link, message) => {
+                self.full = false;
+                self.session.peer_message(link, *message, now);
+                self.carry_out();
+                if self.full
+                    && let Some(connection) = self.peers.get(&link)
+                {
+                    connection.pause(true);
+                    self.paused.insert(link);
+                }
+            }
             News::PeerNonsense(link, reason) => self.session.link_fault(link, &reason, now),
             News::PeerClosed(link, reason) => {
                 self.peers.remove(&link);
@@ -283,25 +295,27 @@ impl Driver {
     }
 
     fn peer(&self, link: LinkId, stream: Stream) -> Connection {
-        let tell = self.tell.clone();
-        Connection::start(stream, move |heard| {
-            let news = match heard {
-                Heard::Frame(frame) => match wire::decode_peer(&frame) {
-                    Ok(message) => News::PeerSaid(link, Box::new(message)),
-                    Err(error) => News::PeerNonsense(link, error.to_string()),
-                },
-                Heard::Nonsense(reason) => News::PeerNonsense(link, reason),
-                Heard::Closed(reason) => News::PeerClosed(link, reason),
-            };
-            let more = matches!(news, News::PeerSaid(..));
-            let tell = tell.clone();
-            async move { tell.send(news).await.is_ok() && more }
+        let (tell, hellos) = (self.tell.clone(), self.hellos.clone());
+        Connection::start(stream, self.drained.clone(), move |heard| {
+            let (tell, hellos) = (tell.clone(), hellos.clone());
+            async move {
+                let news = match heard {
+                    Heard::Frame(frame) => match read_peer(frame, &hellos).await {
+                        Ok(message) => News::PeerSaid(link, Box::new(message)),
+                        Err(reason) => News::PeerNonsense(link, reason),
+                    },
+                    Heard::Nonsense(reason) => News::PeerNonsense(link, reason),
+                    Heard::Closed(reason) => News::PeerClosed(link, reason),
+                };
+                let more = matches!(news, News::PeerSaid(..));
+                tell.send(news).await.is_ok() && more
+            }
         })
     }
 
     fn rank(&self, link: RankLinkId, stream: Stream) -> Connection {
         let tell = self.tell.clone();
-        Connection::start(stream, move |heard| {
+        Connection::start(stream, self.drained.clone(), move |heard| {
             let news = match heard {
                 Heard::Frame(frame) => match wire::decode_from_rank(&frame) {
                     Ok(message) => News::RankSaid(link, Box::new(message)),
@@ -335,11 +349,11 @@ impl Driver {
                         }
                         joining
                     });
-                    self.waiting.push_back(OwnerEvent::JoinRefused(error));
+                    self.event(OwnerEvent::JoinRefused(error));
                 }
-                Effect::RankLost { rank, reason } => self.waiting.push_back(OwnerEvent::RankLost { rank, reason }),
+                Effect::RankLost { rank, reason } => self.event(OwnerEvent::RankLost { rank, reason }),
                 Effect::LeaseClosed { fence, how } => {
-                    self.waiting.push_back(OwnerEvent::Released { lease: fence.lease, how });
+                    self.event(OwnerEvent::Released { lease: fence.lease, how });
                 }
                 Effect::PullEnded { pull, result } => {
                     if let Some(done) = self.pulls.remove(&pull) {
@@ -368,9 +382,13 @@ impl Driver {
         let now = self.clock.now();
         match wire::encode_to_rank(&message) {
             Ok(frame) => {
-                if !self.ranks.get(&link).is_some_and(|connection| connection.send(frame)) {
-                    self.ranks.remove(&link);
-                    self.session.rank_closed(link, "its connection takes nothing any more", now);
+                let sent = self.ranks.get(&link).filter(|connection| connection.send(frame)).map(Connection::waiting);
+                match sent {
+                    Some(waiting) => self.full |= waiting > FULL,
+                    None => {
+                        self.ranks.remove(&link);
+                        self.session.rank_closed(link, "its connection takes nothing any more", now);
+                    }
                 }
             }
             // The order fails, not the rank.
@@ -385,7 +403,10 @@ impl Driver {
     fn send_peer(&mut self, link: LinkId, message: &PeerMessage) {
         let sent = match wire::encode_peer(message) {
             Ok(frame) => match self.peers.get(&link) {
-                Some(connection) if connection.send(frame) => Ok(()),
+                Some(connection) if connection.send(frame) && connection.waiting() <= TOO_MUCH => {
+                    self.full |= connection.waiting() > FULL;
+                    Ok(())
+                }
                 _ => Err("its connection takes nothing any more".to_owned()),
             },
             Err(error) => Err(error.to_string()),
@@ -399,7 +420,7 @@ impl Driver {
     fn connect(&mut self, link: LinkId, address: &str) {
         let tell = self.tell.clone();
         let address: Result<Address, _> = address.parse();
-        self.tasks.set.spawn(async move {
+        self.tasks.spawn(async move {
             let connected = match address {
                 Ok(address) => Stream::connect(&address).await.map_err(|e| format!("cannot connect: {e}")),
                 Err(error) => Err(error.to_string()),
@@ -418,17 +439,52 @@ impl Driver {
         }
     }
 
-    fn shut_down(&mut self) {
+    fn event(&self, event: OwnerEvent) {
+        // The engine may have dropped its stream of events.
+        drop(self.events.send(event));
+    }
+
+    /// Lets the paused links go on once little waits for the ranks.
+    fn resume(&mut self) {
+        if self.paused.is_empty() || self.ranks.values().any(|c| c.waiting() > DRAINED) {
+            return;
+        }
+        let peers = &self.peers;
+        self.paused.retain(|link| match peers.get(link) {
+            Some(connection) if connection.waiting() > DRAINED => true,
+            Some(connection) => {
+                connection.pause(false);
+                false
+            }
+            None => false,
+        });
+    }
+
+    /// Ends all requests, and waits a little until all that was said is written.
+    async fn shut_down(&mut self) {
         self.session.shut_down(self.clock.now());
         self.carry_out();
-        while let Some(event) = self.waiting.pop_front() {
-            if self.events.try_send(event).is_err() {
-                break;
+        let peers = self.peers.drain().map(|(_, connection)| connection.close());
+        let writers: Vec<_> = peers.chain(self.ranks.drain().map(|(_, connection)| connection.close())).collect();
+        let written = async {
+            for writer in writers {
+                // However it ended, it has.
+                drop(writer.await);
             }
-        }
-        self.peers.clear();
-        self.ranks.clear();
+        };
+        // Who takes nothing doesn't get it.
+        drop(tokio::time::timeout(LINGER, written).await);
     }
+}
+
+/// Reads a peer's message; a hello beside the driver, and only a few at a time.
+async fn read_peer(frame: Frame, hellos: &Semaphore) -> Result<PeerMessage, String> {
+    let read = |frame: &Frame| wire::decode_peer(frame).map_err(|e| e.to_string());
+    if frame.kind != wire::kind::HELLO {
+        return read(&frame);
+    }
+    let _permit = hellos.acquire().await.map_err(|e| e.to_string())?;
+    tokio::task::spawn_blocking(move || read(&frame)).await.map_err(|e| e.to_string())?
 }
 
 /// What a rank would have answered to an order that can't be written.

@@ -1,5 +1,7 @@
 //! The engine's control endpoint, as engines use it.
 
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,16 +20,15 @@ use kvferry_proto::rank::{Assurance, PullId};
 use kvferry_session::owner::{OfferError, OwnerConfig, OwnerSession, PullWish};
 use kvferry_session::{Delivered, Failed};
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::address::Address;
-use crate::driver::{Command, Driver, Listeners, Progress};
+use crate::driver::{Command, Driver, Listeners, Progress, SocketFile};
 use crate::reference::Reference;
 
 /// Calls that wait for the driver, at most.
 const COMMANDS: usize = 1024;
-/// Events that wait for the engine in the channel; more wait in the driver, none is dropped.
-const EVENTS: usize = 256;
 
 /// An owner could not be started. Nothing is left running.
 #[derive(Debug, thiserror::Error)]
@@ -156,7 +157,7 @@ pub enum OwnerEvent {
 /// The events of an owner, in order. Those not taken wait; none is dropped.
 #[derive(Debug)]
 pub struct OwnerEvents {
-    inbox: mpsc::Receiver<OwnerEvent>,
+    inbox: mpsc::UnboundedReceiver<OwnerEvent>,
 }
 
 impl OwnerEvents {
@@ -260,18 +261,23 @@ impl OwnerBuilder {
             handshake: self.handshake,
             grace: self.grace,
         })?;
-        let (peers, address) = self.bind_peers().await?;
-        let (ranks, rank_socket) = self.bind_ranks()?;
+        // Removes the sockets' files on an early end, too.
+        let mut sockets = Vec::new();
+        let (peers, address) = self.bind_peers(&mut sockets).await?;
+        let (ranks, rank_socket) = self.bind_ranks(&mut sockets)?;
         let (commands, command_inbox) = mpsc::channel(COMMANDS);
-        let (events, event_inbox) = mpsc::channel(EVENTS);
+        let (events, event_inbox) = mpsc::unbounded_channel();
         let (progress, seen) = watch::channel(Progress::Joining((0..self.ranks).map(RankId::new).collect()));
-        let listeners = Listeners { peers, ranks, rank_socket: rank_socket.clone() };
+        let listeners = Listeners { peers, ranks, sockets };
         tokio::spawn(Driver::new(session, command_inbox, events, progress, listeners).run());
         let shared = Shared { engine: self.engine, epoch, address, rank_socket };
         Ok(Owner { commands, seen, shared: Arc::new(shared), events: Some(OwnerEvents { inbox: event_inbox }) })
     }
 
-    async fn bind_peers(&self) -> Result<(Option<PeerListener>, Option<Address>), StartError> {
+    async fn bind_peers(
+        &self,
+        sockets: &mut Vec<SocketFile>,
+    ) -> Result<(Option<PeerListener>, Option<Address>), StartError> {
         let Some(wanted) = &self.listen else { return Ok((None, None)) };
         if !wanted.is_local() && !self.beyond_loopback {
             return Err(StartError::Exposed { address: wanted.clone() });
@@ -283,7 +289,7 @@ impl OwnerBuilder {
                 let bound = Address::Tcp(listener.local_addr().map_err(failed)?);
                 (PeerListener::Tcp(listener), bound)
             }
-            Address::Unix(path) => (PeerListener::Unix(UnixListener::bind(path).map_err(failed)?), wanted.clone()),
+            Address::Unix(path) => (PeerListener::Unix(bind_unix(path, sockets).map_err(failed)?), wanted.clone()),
         };
         let address = self.advertise.clone().unwrap_or(bound);
         if !address.is_definite() {
@@ -292,7 +298,7 @@ impl OwnerBuilder {
         Ok((Some(listener), Some(address)))
     }
 
-    fn bind_ranks(&self) -> Result<(UnixListener, PathBuf), StartError> {
+    fn bind_ranks(&self, sockets: &mut Vec<SocketFile>) -> Result<(UnixListener, PathBuf), StartError> {
         let path = match &self.rank_socket {
             Some(path) => path.clone(),
             None => {
@@ -301,11 +307,31 @@ impl OwnerBuilder {
             }
         };
         let failed = |error| StartError::Listen { address: path.display().to_string(), error };
-        let listener = UnixListener::bind(&path).map_err(failed)?;
+        let listener = bind_unix(&path, sockets).map_err(failed)?;
         let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         std::fs::set_permissions(&path, private).map_err(failed)?;
         Ok((listener, path))
     }
+}
+
+/// Listens on a Unix socket. A socket that an owner has left behind when it was killed is replaced.
+fn bind_unix(path: &Path, sockets: &mut Vec<SocketFile>) -> std::io::Result<UnixListener> {
+    let bound = match UnixListener::bind(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse && is_left_behind(path) => {
+            std::fs::remove_file(path)?;
+            UnixListener::bind(path)
+        }
+        other => other,
+    }?;
+    sockets.push(SocketFile(path.to_owned()));
+    Ok(bound)
+}
+
+/// Whether nobody listens on this socket any more.
+fn is_left_behind(path: &Path) -> bool {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
+    let refused = |e: std::io::Error| e.kind() == ErrorKind::ConnectionRefused;
+    is_socket && std::os::unix::net::UnixStream::connect(path).err().is_some_and(refused)
 }
 
 /// A socket that other owners connect to.
@@ -412,7 +438,7 @@ impl Owner {
     }
 
     /// Offers blocks. They are lent from now on, until [`OwnerEvent::Released`] names the reference's lease; their bytes must not
-    /// change until then.
+    /// change until then. Dropping the future before it is done takes the offer back.
     ///
     /// # Errors
     /// If the engine isn't complete, or doesn't listen, or the offer doesn't fit it; then nothing is lent.
@@ -420,7 +446,10 @@ impl Owner {
         let address = self.shared.address.clone().ok_or(CallError::NotListening)?;
         let lease = LeaseId::new(random().map_err(CallError::Random)?);
         let offer = Offer { groups: spec.groups, content_key: spec.content_key };
-        let fence: Fence = self.call(|reply| Command::Offer { lease, offer, reply }).await??;
+        let mut unseen = Unseen(Some((lease, self.commands.clone())));
+        let offered = self.call(|reply| Command::Offer { lease, offer, reply }).await;
+        unseen.0 = None;
+        let fence: Fence = offered??;
         Ok(Reference::new(address, &fence))
     }
 
@@ -433,7 +462,8 @@ impl Owner {
         self.call(|reply| Command::Withdraw { lease, reply }).await
     }
 
-    /// Begins to read what a reference names into our own blocks.
+    /// Begins to read what a reference names into our own blocks. Dropping the future before it is done gives the pull up, if
+    /// it has begun; whether it has, nobody can tell then, so its blocks must not be used again for a while. Await it.
     ///
     /// # Errors
     /// If the owner was shut down. Everything else is told by the handle.
@@ -452,8 +482,9 @@ impl Owner {
         Ok(PullHandle { id, result: Some(result), commands: self.commands.clone() })
     }
 
-    /// Ends all requests, tells the ranks and closes all links. Pulls that are still open fail as
-    /// [`Shutdown`](crate::FailureCause::Shutdown).
+    /// Ends all requests and leases and closes all links. Pulls that are still open fail as
+    /// [`Shutdown`](crate::FailureCause::Shutdown). When this returns, all that was said on the links is written, but for
+    /// those who took nothing for 5 seconds.
     pub async fn shutdown(self) {
         // Shut down already is as good.
         drop(self.call(|reply| Command::Shutdown { reply }).await);
@@ -463,6 +494,21 @@ impl Owner {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.map_err(|_| CallError::Shutdown)?;
         answer.await.map_err(|_| CallError::Shutdown)
+    }
+}
+
+/// An offer that its caller has not seen yet; dropped with it, the offer is taken back.
+struct Unseen(Option<(LeaseId, mpsc::Sender<Command>)>);
+
+impl Drop for Unseen {
+    fn drop(&mut self) {
+        let Some((lease, commands)) = self.0.take() else { return };
+        let (reply, _) = oneshot::channel();
+        if let Err(TrySendError::Full(command)) = commands.try_send(Command::Withdraw { lease, reply })
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(async move { commands.send(command).await.is_ok() });
+        }
     }
 }
 
@@ -516,7 +562,8 @@ pub enum PullError {
     /// It failed: why, and what happened until then.
     #[error(transparent)]
     Failed(Box<Failed>),
-    /// The owner is gone without a word about it.
+    /// The owner is gone without a word about it: all blocks of the pull are in doubt, and may still be written until the
+    /// engine's ranks have ended.
     #[error("the owner was shut down")]
     Shutdown,
 }

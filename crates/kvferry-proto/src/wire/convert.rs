@@ -108,8 +108,8 @@ pub enum ConvertError {
         /// The limit.
         limit: usize,
     },
-    /// A digest window is empty, overflows, or the windows ask for too many pieces.
-    #[error("the digest windows are not valid, or ask for more than {limit} pieces")]
+    /// A digest window's pieces are empty, it overflows, or the windows overlap or ask for too many pieces.
+    #[error("the digest windows are not valid or not in order, or ask for more than {limit} pieces")]
     Windows {
         /// The most pieces.
         limit: usize,
@@ -152,6 +152,7 @@ pub(super) fn to_rank(frame: &Frame) -> Result<ToRank, WireError> {
         kind::FORGET => ToRank::Forget(read::<[u8; 32], messages::Named>("forget", frame)?.0),
         kind::PULL => ToRank::Pull(read::<dto::Pull, _>("pull order", frame)?),
         kind::CANCEL => ToRank::Cancel(read::<u64, messages::Cancelled>("cancel", frame)?.0),
+        kind::CANCEL_DIGEST => ToRank::CancelDigest(read::<u64, messages::Ticket>("digest cancel", frame)?.0),
         kind::DIGEST => ToRank::Digest(read::<dto::DigestOrder, _>("digest order", frame)?),
         kind::DIGEST_ANSWER => read::<dto::DigestAnswer, _>("digest answer", frame)?,
         got => return Err(WireError::UnknownKind { got }),
@@ -202,6 +203,7 @@ pub(super) fn encode_to_rank(message: &ToRank) -> Result<Vec<u8>, WireError> {
         ToRank::Forget(digest) => write("forget", kind::FORGET, digest.as_bytes()),
         ToRank::Pull(m) => write("pull order", kind::PULL, &dto::Pull::from(m)),
         ToRank::Cancel(pull) => write("cancel", kind::CANCEL, &pull.0),
+        ToRank::CancelDigest(ticket) => write("digest cancel", kind::CANCEL_DIGEST, ticket),
         ToRank::Digest(m) => write("digest order", kind::DIGEST, &dto::DigestOrder::from(m)),
         ToRank::DigestAnswer { pull, src, pieces } => {
             let pieces = messages::write_pieces(pieces);

@@ -82,6 +82,8 @@ pub mod kind {
     pub const DIGEST: u16 = 86;
     /// [`ToRank::DigestAnswer`](crate::rank::ToRank::DigestAnswer): the producer rank's digests.
     pub const DIGEST_ANSWER: u16 = 87;
+    /// [`ToRank::CancelDigest`](crate::rank::ToRank::CancelDigest): digests are not needed any more.
+    pub const CANCEL_DIGEST: u16 = 88;
 }
 
 /// A message could not be read, or not be written.

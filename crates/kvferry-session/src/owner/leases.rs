@@ -6,6 +6,7 @@ use kvferry_geometry::request::Request;
 use kvferry_geometry::units::RankId;
 use kvferry_proto::lease::{Bound, Closed, Consumer, Offer, Offered, first_attempt, stale};
 use kvferry_proto::manifest::EngineManifest;
+use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
     Bind, BindAnswer, BindRefusal, Grant, MAX_REQUEST_BLOCKS, PeerMessage, PieceDigest, Release, RunDigest,
     RunDigestAnswer,
@@ -28,7 +29,7 @@ struct Ticket {
     dst: RankId,
 }
 
-/// The most digest orders that one link may have open: one for each pair of ranks is the usual number.
+/// The most digest orders that one link may have open: one for each lease and pair of ranks at most.
 const MAX_TICKETS: usize = 1 << 14;
 
 #[derive(Debug, Default)]
@@ -36,6 +37,10 @@ pub(super) struct Leases {
     open: BTreeMap<LeaseId, Open>,
     last_ticket: u64,
     tickets: BTreeMap<u64, Ticket>,
+    /// The tickets by lease, source and destination: one question is open for each at most.
+    asked: BTreeMap<(LeaseId, RankId, RankId), u64>,
+    /// How many tickets each link has.
+    counts: BTreeMap<LinkId, usize>,
 }
 
 impl Leases {
@@ -64,7 +69,35 @@ impl Leases {
     /// Whether no lease is bound and no digest is asked for.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        self.tickets.is_empty() && self.open.values().all(|o| matches!(o, Open::Offered(_)))
+        self.tickets.is_empty()
+            && self.asked.is_empty()
+            && self.counts.is_empty()
+            && self.open.values().all(|o| matches!(o, Open::Offered(_)))
+    }
+
+    fn add_ticket(&mut self, ticket: Ticket) -> u64 {
+        self.last_ticket += 1;
+        self.asked.insert((ticket.fence.lease, ticket.src, ticket.dst), self.last_ticket);
+        *self.counts.entry(ticket.link).or_default() += 1;
+        self.tickets.insert(self.last_ticket, ticket);
+        self.last_ticket
+    }
+
+    fn remove_ticket(&mut self, id: u64) -> Option<Ticket> {
+        let ticket = self.tickets.remove(&id)?;
+        self.asked.remove(&(ticket.fence.lease, ticket.src, ticket.dst));
+        if let Some(count) = self.counts.get_mut(&ticket.link) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&ticket.link);
+            }
+        }
+        Some(ticket)
+    }
+
+    fn tickets_of(&self, lease: LeaseId) -> Vec<u64> {
+        let (least, most) = (RankId::new(0), RankId::new(u32::MAX));
+        self.asked.range((lease, least, least)..=(lease, most, most)).map(|(_, ticket)| *ticket).collect()
     }
 
     /// What was bound over a link that is gone.
@@ -120,7 +153,12 @@ impl OwnerSession {
             Some(Open::Offered(state)) => state.admits(bind)?,
         }
         let Some((peer, direction)) = self.serving(link) else { return Err(BindRefusal::UnknownLease) };
-        let map = direction.and_then(|d| d.map(bind.salt)).map_err(|e| BindRefusal::Incompatible(e.to_string()))?;
+        // Which salt is due is not the peer's to choose: it could make us compute ever new maps.
+        let salt = pairing_salt(peer.engine(), lease);
+        let map = direction.and_then(|d| d.map(salt)).map_err(|e| BindRefusal::Incompatible(e.to_string()))?;
+        if bind.salt != salt {
+            return Err(BindRefusal::PeerMapDiffers { ours: map.digest() });
+        }
         let Some(Open::Offered(state)) = self.leases.open.remove(&lease) else {
             return Err(BindRefusal::UnknownLease);
         };
@@ -174,8 +212,12 @@ impl OwnerSession {
     fn try_run_digest(&mut self, link: LinkId, q: RunDigest) -> Result<(), String> {
         let bound = self.leases.bound(&q.fence, link).ok_or("the lease is not bound by this peer")?;
         let peer = self.links.peer(link).ok_or("the link is not established")?.clone();
-        if self.leases.tickets.values().filter(|t| t.link == link).count() >= MAX_TICKETS {
+        let (salt, peer_map) = (bound.salt(), bound.peer_map());
+        if self.leases.counts.get(&link).is_some_and(|n| *n >= MAX_TICKETS) {
             return Err("too many digests are asked for at a time".into());
+        }
+        if self.leases.asked.contains_key(&(q.fence.lease, q.src, q.dst)) {
+            return Err("the same digests are asked for already".into());
         }
         let (expected, got) = (peer.cache().groups().len(), q.groups.len());
         if expected != got {
@@ -185,21 +227,26 @@ impl OwnerSession {
         if blocks > MAX_REQUEST_BLOCKS {
             return Err(format!("the question lists {blocks} blocks, more than {MAX_REQUEST_BLOCKS}"));
         }
-        let pairing = Pairing { peer: peer.digest(), salt: bound.salt(), peer_map: bound.peer_map() };
+        let Some((_, Ok(direction))) = self.serving(link) else { return Err("the engines do not match".into()) };
+        let map = direction.map(salt).map_err(|e| e.to_string())?;
+        if !map.sources_of(q.dst).any(|src| src == q.src) {
+            return Err(format!("rank {} reads nothing from rank {}", q.dst, q.src));
+        }
+        let bound = self.leases.bound(&q.fence, link).ok_or("the lease is not bound by this peer")?;
+        let pairing = Pairing { peer: peer.digest(), salt, peer_map };
         // The producer's blocks are those of the lease, never what a peer says.
         let request = Request { tokens: q.tokens, src: bound.offer().groups.clone(), dst: q.groups };
-        self.leases.last_ticket += 1;
-        let ticket = self.leases.last_ticket;
+        let ticket = self.leases.add_ticket(Ticket { link, fence: q.fence, src: q.src, dst: q.dst });
         let order = DigestOrder { ticket, pairing, dst: q.dst, request, windows: q.windows };
         if !self.send_rank(q.src, ToRank::Digest(order), Some(&peer)) {
+            self.leases.remove_ticket(ticket);
             return Err(format!("the producer's rank {} is not there", q.src));
         }
-        self.leases.tickets.insert(ticket, Ticket { link, fence: q.fence, src: q.src, dst: q.dst });
         Ok(())
     }
 
     pub(super) fn on_digested(&mut self, ticket: u64, pieces: Result<Vec<PieceDigest>, String>) {
-        let Some(Ticket { link, fence, src, dst }) = self.leases.tickets.remove(&ticket) else { return };
+        let Some(Ticket { link, fence, src, dst }) = self.leases.remove_ticket(ticket) else { return };
         // What was digested counts only if the blocks are still the lease's; the release will tell.
         self.send_peer(link, PeerMessage::RunDigestAnswer(RunDigestAnswer { fence, src, dst, pieces }));
     }
@@ -212,13 +259,27 @@ impl OwnerSession {
     }
 
     pub(super) fn link_lost_in_leases(&mut self, link: LinkId) {
-        self.leases.tickets.retain(|_, t| t.link != link);
         for closed in self.leases.consumer_lost(link) {
             self.close_lease(&closed);
         }
     }
 
-    fn close_lease(&mut self, closed: &Closed) {
+    /// Every open lease is taken back; for the end of the owner itself.
+    pub(super) fn end_all_leases(&mut self) {
+        let open: Vec<LeaseId> = self.leases.open.keys().copied().collect();
+        for lease in open {
+            self.withdraw(lease);
+        }
+    }
+
+    /// Its blocks are the engine's again, and nobody digests them any more.
+    pub(super) fn close_lease(&mut self, closed: &Closed) {
+        for ticket in self.leases.tickets_of(closed.fence().lease) {
+            if let Some(src) = self.leases.tickets.get(&ticket).map(|t| t.src) {
+                self.send_rank(src, ToRank::CancelDigest(ticket), None);
+            }
+            self.on_digested(ticket, Err("the lease was closed".into()));
+        }
         self.effects.push_back(Effect::LeaseClosed { fence: closed.fence().clone(), how: closed.how() });
     }
 }

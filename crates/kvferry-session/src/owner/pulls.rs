@@ -1,6 +1,6 @@
 //! The consumer's side: requests, from the wish to their one end.
 
-use super::{BTreeMap, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish};
+use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish};
 
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
@@ -47,6 +47,8 @@ struct Pull {
     wish: PullWish,
     link: LinkId,
     pairing: Option<Pairing>,
+    /// Digests that were asked for and have not come: of which producer rank, for which of ours.
+    questions: BTreeSet<(RankId, RankId)>,
     started: Duration,
     state: State,
 }
@@ -128,7 +130,9 @@ impl OwnerSession {
         let link = self.link_to(&wish.address, &wish.fence.engine);
         self.pulls.by_fence.insert(wish.fence.clone(), id);
         let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
-        self.pulls.open.insert(id, Pull { wish, link, pairing: None, started: self.now, state });
+        self.pulls
+            .open
+            .insert(id, Pull { wish, link, pairing: None, questions: BTreeSet::new(), started: self.now, state });
         if self.links.peer(link).is_some() {
             self.ask(id);
         }
@@ -291,12 +295,14 @@ impl OwnerSession {
     }
 
     pub(super) fn on_digest_wanted(&mut self, rank: RankId, id: PullId, src: RankId, windows: Vec<Window>) {
-        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         match &pull.state {
             State::Reading(reading) if reading.is_pending(rank) => {
+                pull.questions.insert((src, rank));
                 let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
                 let question = RunDigest { fence, src, dst: rank, tokens, groups, windows };
-                self.send_peer(pull.link, PeerMessage::RunDigest(question));
+                let link = pull.link;
+                self.send_peer(link, PeerMessage::RunDigest(question));
             }
             // The rank is being stopped, and will hear of it.
             _ => {}
@@ -306,6 +312,11 @@ impl OwnerSession {
     pub(super) fn on_run_digest_answer(&mut self, link: LinkId, answer: RunDigestAnswer) {
         let Some(id) = self.pulls.find(&answer.fence, link) else { return };
         let (src, pieces) = (answer.src, answer.pieces);
+        // Only what was asked for goes to a rank.
+        let asked = self.pulls.open.get_mut(&id).is_some_and(|p| p.questions.remove(&(src, answer.dst)));
+        if !asked {
+            return;
+        }
         // A rank that is gone has ended already.
         self.send_rank(answer.dst, ToRank::DigestAnswer { pull: id, src, pieces }, None);
     }

@@ -563,6 +563,80 @@ fn an_engine_too_long_for_a_frame_is_a_join_error() {
     assert_eq!((refused, p.missing()), (1, vec![RankId::new(ranks - 1)]));
 }
 
+/// Digests are asked for once at a time, for pairs of the map only, and not after the lease is closed. Answers go to a
+/// rank only if it has asked.
+#[test]
+fn digest_questions_are_one_for_each_pair_and_end_with_the_lease() {
+    let mut w = reach("Reading");
+    let (ours, theirs) = w.link.unwrap();
+    let ask = |w: &mut World, src: u32, dst: u32| {
+        let mut q = question(w, dst_groups());
+        (q.src, q.dst) = (RankId::new(src), RankId::new(dst));
+        w.p.orders.clear();
+        w.p.session.peer_message(theirs, PeerMessage::RunDigest(q), w.now);
+        w.p.take();
+        w.p.orders.iter().filter(|(_, m)| matches!(m, ToRank::Digest(_))).count()
+    };
+    assert_eq!(ask(&mut w, 0, 0), 1);
+    assert!(w.p.to_peer.is_empty());
+    assert_eq!(ask(&mut w, 0, 0), 0, "the same again");
+    assert_eq!(ask(&mut w, 0, 1), 0, "rank 1 reads nothing from rank 0");
+    assert_eq!(ask(&mut w, 0, 77), 0, "no such rank");
+    assert_eq!(w.p.to_peer.len(), 3, "each is told why");
+    w.p.to_peer.clear();
+    w.p.orders.clear();
+    assert!(w.p.session.withdraw(w.fence.lease));
+    w.p.take();
+    assert_eq!(w.p.orders, [(w.p.rank_links[0], ToRank::CancelDigest(1))]);
+    assert!(w.p.session.leases.is_idle());
+    let Some((_, PeerMessage::RunDigestAnswer(answer))) = w.p.to_peer.pop_front() else { panic!("an answer") };
+    assert!(answer.pieces.is_err());
+    // Nobody at the consumer has asked.
+    w.d.orders.clear();
+    w.d.session.peer_message(ours, PeerMessage::RunDigestAnswer(answer.clone()), w.now);
+    w.d.take();
+    assert!(w.d.orders.is_empty(), "{:?}", w.d.orders);
+    let wanted = FromRank::DigestWanted { pull: w.pull, src: RankId::new(0), windows: Vec::new() };
+    w.d.session.rank_message(w.d.rank_links[0], wanted, w.now);
+    for expected in [1, 0] {
+        w.d.take();
+        w.d.orders.clear();
+        w.d.session.peer_message(ours, PeerMessage::RunDigestAnswer(answer.clone()), w.now);
+        w.d.take();
+        assert_eq!(w.d.orders.len(), expected, "one answer for one question");
+    }
+}
+
+/// A bind with another salt than the lease's is refused, and makes no map for it.
+#[test]
+fn invented_salts_are_refused() {
+    let mut w = reach("Asking");
+    let (_, theirs) = w.link.unwrap();
+    let again = Offer { groups: src_groups(), content_key: key(1) };
+    let fence = w.p.session.offer(LeaseId::new(5), again).unwrap();
+    let due = kvferry_proto::names::pairing_salt(&EngineId::new("d").unwrap(), fence.lease);
+    let peer_map = w.p.session.serving(theirs).unwrap().1.unwrap().map(due).unwrap().digest();
+    for (salt, bound) in [(due + 1, false), (u64::MAX, false), (due, true)] {
+        let bind = kvferry_proto::peer::Bind { fence: fence.clone(), content_key: key(1), salt, peer_map };
+        w.p.take();
+        w.p.to_peer.clear();
+        w.p.session.peer_message(theirs, PeerMessage::Bind(bind), w.now);
+        w.p.take();
+        let Some((_, PeerMessage::BindAnswer(answer))) = w.p.to_peer.pop_front() else { panic!("an answer") };
+        assert_eq!(matches!(answer, BindAnswer::Bound(_)), bound, "{answer:?}");
+    }
+}
+
+/// Every lease ends once, also with the owner.
+#[test]
+fn shut_down_ends_every_lease() {
+    let mut w = reach("Reading");
+    let fence = w.p.session.offer(LeaseId::new(5), Offer { groups: src_groups(), content_key: key(1) }).unwrap();
+    w.p.session.shut_down(w.now);
+    w.p.take();
+    assert_eq!(w.p.closed, [(fence, Closing::Withdrawn), (w.fence.clone(), Closing::Withdrawn)]);
+}
+
 /// A timeout beyond all reason is as good as none.
 #[test]
 fn endless_timeouts_are_no_overflow() {

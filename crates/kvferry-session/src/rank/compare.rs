@@ -1,18 +1,21 @@
 //! Comparing one source's bytes by digests of both sides, in two rounds: all of it in large pieces, then the first
-//! pieces that differ in small ones, so that a difference can be named.
+//! pieces that differ in small ones, so that a difference can be named. Naming, like digesting, is done a slice at a time:
+//! how much there is to name is the producer's to say.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvferry_geometry::batch::{BoundedBatch, Side};
-use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::manifest::{Manifest, RankManifest};
 use kvferry_geometry::units::{BlockId, ItemId, Name, RankId};
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_proto::rank::{BadBlock, MAX_BAD_BLOCKS};
 use kvferry_transport::Region;
+use kvferry_transport::strips::Strips;
 
 use crate::locate::cell_at;
-use crate::runs::{RunDigester, for_each_run};
+use crate::runs::RunDigester;
 
 /// The most pieces of the first round, and their smallest size.
 const COARSE_PIECES: u64 = 4096;
@@ -21,6 +24,8 @@ const COARSE_MIN: u64 = 64 << 10;
 const CLOSE: usize = 16;
 const FINE_PIECES: u64 = 1024;
 const FINE_MIN: u64 = 64;
+/// Bytes whose cells are named at a time.
+const NAMED: u64 = 64 << 10;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Round {
@@ -43,8 +48,8 @@ pub(super) enum Progress {
     Ask(Vec<Window>),
     /// All pieces are equal.
     Equal,
-    /// These pieces differ.
-    Differ(Vec<Window>),
+    /// These of the destination's blocks differ.
+    Differ(Vec<BadBlock>),
 }
 
 #[derive(Debug)]
@@ -54,6 +59,14 @@ pub(super) struct Compare {
     windows: Vec<Window>,
     ours: Ours,
     theirs: Option<Vec<PieceDigest>>,
+    naming: Option<Naming>,
+}
+
+/// The cells of the pieces that differ are being named.
+#[derive(Debug)]
+struct Naming {
+    left: VecDeque<Range<u64>>,
+    found: BTreeSet<(Option<ItemId>, BlockId)>,
 }
 
 impl Compare {
@@ -63,12 +76,12 @@ impl Compare {
         let piece = len.div_ceil(COARSE_PIECES).next_power_of_two().max(COARSE_MIN);
         let windows = vec![Window { start: 0, len, piece }];
         let ours = digester(&batch, &windows)?;
-        Ok((Self { batch, round: Round::Coarse, windows: windows.clone(), ours, theirs: None }, windows))
+        Ok((Self { batch, round: Round::Coarse, windows: windows.clone(), ours, theirs: None, naming: None }, windows))
     }
 
     /// Whether [`advance`](Self::advance) would do something.
     pub(super) fn has_work(&self) -> bool {
-        matches!(self.ours, Ours::Working(_)) || self.theirs.is_some()
+        matches!(self.ours, Ours::Working(_)) || self.theirs.is_some() || self.naming.is_some()
     }
 
     /// The producer's digests of the windows last asked for.
@@ -76,8 +89,20 @@ impl Compare {
         self.theirs = Some(pieces);
     }
 
-    /// Digests a slice of our own side; judges when both sides are there.
-    pub(super) fn advance(&mut self, regions: &[Region], budget: u64) -> Result<Progress, String> {
+    /// Digests a slice of our own side; judges when both sides are there; names a slice of what differs, in `own`'s `rank`
+    /// as the producer's `src` filled it.
+    pub(super) fn advance(
+        &mut self,
+        regions: &[Region],
+        budget: u64,
+        src: RankId,
+        (own, rank): (&Manifest, RankId),
+    ) -> Result<Progress, String> {
+        if let Some(naming) = &mut self.naming {
+            let Some(rank) = own.rank(rank) else { return Ok(Progress::Differ(Vec::new())) };
+            let done = naming.advance(&self.batch, own, rank);
+            return Ok(if done { Progress::Differ(naming.names(src, own)) } else { Progress::Working });
+        }
         if let Ours::Working(digester) = &mut self.ours {
             if !digester.advance(regions, budget).map_err(|e| e.to_string())? {
                 return Ok(Progress::Working);
@@ -98,9 +123,12 @@ impl Compare {
             .collect();
         match self.round {
             _ if bad.is_empty() && self.round == Round::Coarse => Ok(Progress::Equal),
-            // The pieces that differed a moment ago now don't: the bytes were changing.
-            Round::Fine if bad.is_empty() => Ok(Progress::Differ(self.windows.clone())),
-            Round::Fine => Ok(Progress::Differ(bad)),
+            // Where the pieces that differed a moment ago now don't, the bytes were changing.
+            Round::Fine => {
+                let left = merged(if bad.is_empty() { &self.windows } else { &bad });
+                self.naming = Some(Naming { left, found: BTreeSet::new() });
+                Ok(Progress::Working)
+            }
             Round::Coarse => {
                 let close = |w: &Window| {
                     let piece = w.len.div_ceil(FINE_PIECES).next_power_of_two().max(FINE_MIN);
@@ -113,38 +141,63 @@ impl Compare {
             }
         }
     }
+}
 
-    /// The destination's items and blocks that have a byte in these pieces.
-    pub(super) fn name(&self, src: RankId, pieces: &[Window], own: &Manifest, rank: RankId) -> Vec<BadBlock> {
-        let Some(rank) = own.rank(rank) else { return Vec::new() };
-        let mut found: BTreeSet<(Option<ItemId>, BlockId)> = BTreeSet::new();
-        for piece in pieces {
-            let walked = for_each_run(&self.batch, piece.start, piece.len, |d| {
-                let mut at = 0;
-                while at < d.len {
-                    let step = match cell_at(own.spec(), rank, d.dst_region, d.dst_offset + at) {
-                        Some((item, block, rest)) => {
-                            found.insert((Some(item), block));
-                            rest.max(1)
-                        }
-                        None => {
-                            found.insert((None, BlockId::ZERO));
-                            d.len
-                        }
-                    };
-                    at += step;
+impl Naming {
+    /// Looks at the cells of some more bytes; true when all were seen or enough were found.
+    fn advance(&mut self, batch: &BoundedBatch, own: &Manifest, rank: &RankManifest) -> bool {
+        let mut budget = NAMED;
+        while let Some(range) = self.left.front_mut() {
+            let take = (range.end - range.start).min(budget);
+            let mut strips = Strips::new(batch, range.start..range.start + take);
+            while let Some(strip) = strips.next_within(take) {
+                for i in 0..strip.count {
+                    let start = strip.dst_offset + i * strip.dst_stride;
+                    let mut at = 0;
+                    while at < strip.run {
+                        let (cell, step) = match cell_at(own.spec(), rank, strip.dst_region, start + at) {
+                            Some((item, block, rest)) => ((Some(item), block), rest.max(1)),
+                            None => ((None, BlockId::ZERO), strip.run),
+                        };
+                        self.found.insert(cell);
+                        at += step;
+                    }
                 }
-                if found.len() < MAX_BAD_BLOCKS { Ok(()) } else { Err(()) }
-            });
-            if walked.is_err() {
+            }
+            range.start += take;
+            budget -= take;
+            if range.start >= range.end {
+                self.left.pop_front();
+            }
+            if self.found.len() >= MAX_BAD_BLOCKS {
+                return true;
+            }
+            if budget == 0 {
                 break;
             }
         }
+        self.left.is_empty()
+    }
+
+    fn names(&self, src: RankId, own: &Manifest) -> Vec<BadBlock> {
         let name = |id: Option<ItemId>| {
             id.and_then(|id| own.spec().get(id)).map_or_else(|| Name::new("(unknown)"), |item| item.name.clone())
         };
-        found.into_iter().take(MAX_BAD_BLOCKS).map(|(id, block)| BadBlock { src, item: name(id), block }).collect()
+        let bad = |&(id, block): &(Option<ItemId>, BlockId)| BadBlock { src, item: name(id), block };
+        self.found.iter().take(MAX_BAD_BLOCKS).map(bad).collect()
     }
+}
+
+/// The ranges of windows, neighbours joined.
+fn merged(windows: &[Window]) -> VecDeque<Range<u64>> {
+    let mut out: VecDeque<Range<u64>> = VecDeque::new();
+    for w in windows {
+        match out.back_mut() {
+            Some(last) if last.end == w.start => last.end += w.len,
+            _ => out.push_back(w.start..w.start + w.len),
+        }
+    }
+    out
 }
 
 fn digester(batch: &Arc<BoundedBatch>, windows: &[Window]) -> Result<Ours, String> {

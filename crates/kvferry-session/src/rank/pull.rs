@@ -209,7 +209,7 @@ impl Pull {
             _ => None,
         });
         let Some((src, took, compare)) = working else { return Next::Wait };
-        match compare.advance(regions, budget) {
+        match compare.advance(regions, budget, src, (own, rank)) {
             Ok(Progress::Working) => Next::Wait,
             Ok(Progress::Ask(windows)) => Next::Ask(vec![(src, windows)]),
             Ok(Progress::Equal) => {
@@ -218,8 +218,7 @@ impl Pull {
                 }
                 self.end_if_done(now)
             }
-            Ok(Progress::Differ(windows)) => {
-                let bad = compare.name(src, &windows, own, rank);
+            Ok(Progress::Differ(bad)) => {
                 if let Some(source) = self.sources.get_mut(&src) {
                     source.state = SourceState::Ended;
                 }

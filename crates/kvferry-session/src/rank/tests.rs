@@ -293,3 +293,65 @@ fn lanes_are_dropped_with_their_engine_and_made_anew() {
         w.d.handle(ToRank::Peer(engine.clone()), w.now);
     }
 }
+
+/// A producer whose digests are all wrong costs a bounded slice at a time, and the request ends.
+#[test]
+fn a_producer_whose_digests_are_all_wrong_is_named_in_slices() {
+    let mut w = World::new(Script::default());
+    w.pull(Assurance::Full);
+    let mut rounds = 0;
+    for _ in 0..10_000 {
+        w.d.step(w.now);
+        for p in &mut w.p {
+            p.step(w.now);
+        }
+        while let Some(message) = w.d.next_message() {
+            match message {
+                FromRank::Pulled { result, .. } => w.ended.push(result),
+                FromRank::DigestWanted { pull, src, windows } => {
+                    rounds += 1;
+                    let pieces = windows.iter().map(|x| x.pieces().unwrap()).sum::<u64>();
+                    let pieces = Ok(vec![[0xee; 16]; usize::try_from(pieces).unwrap()]);
+                    w.d.handle(ToRank::DigestAnswer { pull, src, pieces }, w.now);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        w.now += Duration::from_millis(1);
+    }
+    assert_eq!(rounds, 4, "two for each source");
+    assert_eq!(w.fault().stage, Stage::Compare);
+    // Two items, three blocks, two sources.
+    assert_eq!(w.fault().bad.len(), 12);
+}
+
+/// Digests of each engine in turn, until they are cancelled or the engine is forgotten.
+#[test]
+fn digest_orders_end_when_they_are_cancelled() {
+    let mut w = World::new(Script::default());
+    let window = kvferry_proto::peer::Window { start: 0, len: 64, piece: 64 };
+    let order = |w: &World, ticket| {
+        let (pairing, dst, request) = (w.consumer, RankId::new(0), World::request());
+        ToRank::Digest(DigestOrder { ticket, pairing, dst, request, windows: vec![window] })
+    };
+    for ticket in 1..=3 {
+        let order = order(&w, ticket);
+        w.p[0].handle(order, w.now);
+    }
+    w.p[0].handle(ToRank::CancelDigest(2), w.now);
+    w.p[0].handle(ToRank::CancelDigest(9), w.now);
+    let mut done = Vec::new();
+    for _ in 0..10 {
+        w.p[0].step(w.now);
+        while let Some(message) = w.p[0].next_message() {
+            let FromRank::Digested { ticket, pieces } = message else { panic!("{message:?}") };
+            assert_eq!(pieces.map(|p| p.len()), Ok(1));
+            done.push(ticket);
+        }
+    }
+    assert_eq!(done, [1, 3]);
+    let order = order(&w, 4);
+    w.p[0].handle(order, w.now);
+    w.p[0].handle(ToRank::Forget(w.consumer.peer), w.now);
+    assert!(w.p[0].jobs.is_empty());
+}

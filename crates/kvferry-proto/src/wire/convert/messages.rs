@@ -26,6 +26,7 @@ pub(super) struct Shared(pub(super) Arc<EngineManifest>);
 pub(super) struct Text(pub(super) String);
 pub(super) struct Named(pub(super) Digest);
 pub(super) struct Cancelled(pub(super) PullId);
+pub(super) struct Ticket(pub(super) u64);
 
 impl TryFrom<dto::Refused> for Reasons {
     type Error = ConvertError;
@@ -59,6 +60,13 @@ impl TryFrom<u64> for Cancelled {
     type Error = ConvertError;
     fn try_from(d: u64) -> Converted<Self> {
         Ok(Self(PullId(d)))
+    }
+}
+
+impl TryFrom<u64> for Ticket {
+    type Error = ConvertError;
+    fn try_from(d: u64) -> Converted<Self> {
+        Ok(Self(d))
     }
 }
 
@@ -202,10 +210,15 @@ impl From<&ReleaseAnswer> for dto::ReleaseAnswer {
 
 fn windows(d: dto::Windows) -> Converted<Vec<Window>> {
     let invalid = ConvertError::Windows { limit: MAX_PIECES };
-    let mut pieces = 0u64;
+    let (mut pieces, mut end) = (0u64, 0u64);
     let mut out = Vec::new();
     for (start, len, piece) in d {
         let window = Window { start, len, piece };
+        // In order and apart, so that no byte is digested twice for one question.
+        if start < end {
+            return Err(invalid);
+        }
+        end = start.saturating_add(len);
         pieces = window.pieces().and_then(|n| pieces.checked_add(n)).ok_or_else(|| invalid.clone())?;
         out.push(window);
     }
