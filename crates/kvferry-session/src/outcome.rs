@@ -48,7 +48,8 @@ pub struct Report {
     pub compared: Bytes,
     /// The ranks that failed, and how.
     pub faults: Vec<(RankId, RankFault)>,
-    /// Ranks whose memory may still be written: their blocks must not be used again.
+    /// Ranks whose memory may still be written: their blocks must not be used again while the rank's process lives. No later
+    /// word resolves this: that the rank has stopped after all is not told.
     pub in_doubt: Vec<RankId>,
     /// From the engine's call to the end.
     pub took: Duration,

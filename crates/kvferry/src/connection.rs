@@ -2,7 +2,8 @@
 //!
 //! A peer that sends nonsense, sends slowly or takes nothing harms its own connection only: the reader waits for the driver
 //! by itself, and a write that makes no progress ends the connection. What waits to be written is counted in bytes; the
-//! connection itself refuses nothing for its length: its owner looks at the count and pauses whoever fills it.
+//! connection itself refuses nothing for its length: its owner looks at the count and pauses whoever fills it. A closed
+//! connection lives on for as long as its last frame makes progress and then for `LINGER`, and is counted nowhere.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -80,6 +80,16 @@ impl Pulls {
         self.open.is_empty() && self.by_fence.is_empty()
     }
 
+    /// The requests whose share of this rank has not ended.
+    #[cfg(test)]
+    pub(super) fn pending(&self, rank: RankId) -> Vec<PullId> {
+        let waits = |p: &Pull| match &p.state {
+            State::Reading(reading) | State::Stopping { reading, .. } => reading.is_pending(rank),
+            _ => false,
+        };
+        self.open.iter().filter(|(_, p)| waits(p)).map(|(id, _)| *id).collect()
+    }
+
     /// The request for a lease on a link.
     fn find(&self, fence: &Fence, link: LinkId) -> Option<PullId> {
         let id = *self.by_fence.get(fence)?;

@@ -387,6 +387,17 @@ fn pull_state_by_event() {
             w.settle();
             assert_eq!(w.ended(), at_last, "{state}, {event}: at last");
             assert!(w.p.closed.len() <= 1, "a lease ends once");
+            let reads = ["Reading", "Stopping"].contains(&state);
+            let expected: &[u32] = match event {
+                "rank lost" if reads => &[1],
+                "shut down" if reads => &[0, 1],
+                // The ranks had not stopped when the grace was over, too.
+                "deadline" if state == "Stopping" => &[0, 1],
+                _ => &[],
+            };
+            let expected: Vec<RankId> = expected.iter().map(|&rank| RankId::new(rank)).collect();
+            let in_doubt = w.d.ended[0].1.as_ref().err().map(|f| f.report.in_doubt.clone()).unwrap_or_default();
+            assert_eq!(in_doubt, expected, "{state}, {event}: in doubt");
             let (pulls, leases) = (&w.d.session.pulls, &w.p.session.leases);
             let lied = (state, event) == ("Asking", "refused");
             assert!(pulls.is_empty() && (leases.is_idle() || lied), "{state}, {event}: nothing is left over");
@@ -828,6 +839,9 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
         let mut pulls = vec![(w.pull, w.fence.clone())];
         // The dialogue in flight, in order in each direction.
         let (mut to_p, mut to_d) = (VecDeque::new(), VecDeque::new());
+        // Who read when its rank, or the owner, went away, by rank.
+        let mut doubtful: Vec<(PullId, RankId)> = Vec::new();
+        let mut lost = false;
         for _ in 0..120 {
             w.p.take();
             w.d.take();
@@ -849,7 +863,14 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                     let rank = usize::try_from(dice.below(2)).unwrap();
                     let sources: [u32; 2] = if rank == 0 { [0, 1] } else { [2, 3] };
                     let result = match dice.below(12) {
-                        0 => Err(fault(Stage::Read, false)),
+                        0 => {
+                            let in_doubt = dice.below(2) == 0;
+                            let waits = w.d.session.pulls.pending(RankId::new(u32::try_from(rank).unwrap()));
+                            if in_doubt && !(lost && rank == 1) && waits.contains(&pull) {
+                                doubtful.push((pull, RankId::new(u32::try_from(rank).unwrap())));
+                            }
+                            Err(fault(Stage::Read, in_doubt))
+                        }
                         1 => report(&sources[..1]),
                         _ => report(&sources),
                     };
@@ -880,12 +901,31 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                         (to_p, to_d) = (VecDeque::new(), VecDeque::new());
                     }
                 }
+                97 => {
+                    let wanted = FromRank::DigestWanted { pull, src: RankId::new(0), windows: Vec::new() };
+                    w.d.session.rank_message(w.d.rank_links[0], wanted, w.now);
+                }
+                98 if seed % 4 == 0 && dice.below(4) == 0 => {
+                    let rank = RankId::new(1);
+                    if !lost {
+                        doubtful.extend(w.d.session.pulls.pending(rank).into_iter().map(|pull| (pull, rank)));
+                    }
+                    lost = true;
+                    w.d.session.rank_closed(w.d.rank_links[1], "killed", w.now);
+                }
                 _ => w.now += SECOND,
             }
             w.d.session.step(w.now);
             w.p.session.step(w.now);
         }
         w.link = None;
+        if seed % 3 == 0 {
+            for rank in [0, 1].map(RankId::new) {
+                doubtful.extend(w.d.session.pulls.pending(rank).into_iter().map(|pull| (pull, rank)));
+            }
+            w.d.session.shut_down(w.now);
+            assert!(w.d.session.pulls.is_empty(), "seed {seed}: a shutdown ends them all");
+        }
         for _ in 0..3 {
             w.now += 20 * SECOND;
             w.d.session.step(w.now);
@@ -909,7 +949,13 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                     let read = (fence.clone(), Closing::Read);
                     assert!(w.p.closed.contains(&read), "seed {seed}: delivered, but not held to the end");
                 }
-                Err(_) => failed += 1,
+                Err(told) => {
+                    failed += 1;
+                    let expected = doubtful.iter().filter(|(p, _)| p == pull);
+                    for (_, rank) in expected {
+                        assert!(told.report.in_doubt.contains(rank), "seed {seed}: {pull} forgets rank {rank}");
+                    }
+                }
             }
         }
         assert!(w.d.session.pulls.is_empty(), "seed {seed}: nothing is left over");
