@@ -219,7 +219,9 @@ impl RankSession {
         // A place in the transport's queue is free.
         let queued: Vec<PullId> = self.pulls.iter().filter(|(_, p)| p.has_queued()).map(|(id, _)| *id).collect();
         for id in queued {
-            self.post(id);
+            if !self.post(id) {
+                break;
+            }
         }
     }
 
@@ -289,10 +291,10 @@ impl RankSession {
         Ok(lane)
     }
 
-    /// Submits what is queued of a pull, as far as the transport takes it.
-    fn post(&mut self, id: PullId) {
-        let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let mut failed = None;
+    /// Submits what is queued of a pull, as far as the transport takes it; false if its queue is full.
+    fn post(&mut self, id: PullId) -> bool {
+        let Some(pull) = self.pulls.get_mut(&id) else { return true };
+        let (mut failed, mut room) = (None, true);
         for (&src, source) in &mut pull.sources {
             let SourceState::Queued(lane) = source.state else { continue };
             let batch = source.batch.clone();
@@ -301,7 +303,10 @@ impl RankSession {
                     self.ops.insert(op, (id, src));
                     source.state = SourceState::Reading { op, since: self.now };
                 }
-                Err(SubmitError::QueueFull { .. }) if !self.ops.is_empty() => break,
+                Err(SubmitError::QueueFull { .. }) if !self.ops.is_empty() => {
+                    room = false;
+                    break;
+                }
                 Err(error) => {
                     let text = format!("source rank {src}: {error}");
                     failed = Some(RankFault { stage: Stage::Submit, text, in_doubt: false, bad: Vec::new() });
@@ -316,6 +321,7 @@ impl RankSession {
                 self.go_on(id, next);
             }
         }
+        room
     }
 
     /// The pull has failed: nothing more is posted, what is in flight is asked to stop.

@@ -220,3 +220,56 @@ async fn put(write: &mut (impl AsyncWrite + Unpin), frame: &[u8]) -> bool {
     }
     true
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_proto::peer::PeerMessage;
+    use kvferry_proto::wire::encode_peer;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// A connection, what it hears, and its other end.
+    fn connection(drained: &Arc<Notify>) -> (Connection, mpsc::UnboundedReceiver<bool>, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (tell, heard) = mpsc::unbounded_channel();
+        let connection = Connection::start(Stream::Unix(ours), drained.clone(), move |heard| {
+            let more = tell.send(matches!(heard, Heard::Frame(_))).is_ok();
+            async move { more }
+        });
+        (connection, heard, theirs)
+    }
+
+    #[tokio::test]
+    async fn a_paused_reader_holds_its_frames_back() {
+        let (connection, mut heard, mut theirs) = connection(&Arc::new(Notify::new()));
+        let frame = encode_peer(&PeerMessage::Refused(vec!["no".into()])).unwrap();
+        connection.pause(true);
+        theirs.write_all(&frame).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(100), heard.recv()).await.is_err());
+        connection.pause(false);
+        assert_eq!(tokio::time::timeout(SOON, heard.recv()).await, Ok(Some(true)));
+    }
+
+    /// However much waits, nothing is refused or lost; the count tells, and so does the notice when it is written.
+    #[tokio::test]
+    async fn what_waits_is_counted_and_written_to_the_end() {
+        let drained = Arc::new(Notify::new());
+        let (connection, _heard, mut theirs) = connection(&drained);
+        let (frames, len) = (3000, 16 << 10);
+        for _ in 0..frames {
+            assert!(connection.send(vec![7; len]));
+        }
+        tokio::task::yield_now().await;
+        assert!(connection.waiting() > FULL, "nobody has read");
+        let reader = tokio::spawn(async move {
+            let mut all = Vec::new();
+            theirs.read_to_end(&mut all).await.map(|_| all.len())
+        });
+        tokio::time::timeout(SOON, drained.notified()).await.unwrap();
+        assert!(connection.waiting() <= DRAINED);
+        tokio::time::timeout(SOON, connection.close()).await.unwrap().unwrap();
+        assert_eq!(reader.await.unwrap().unwrap(), frames * len);
+    }
+}
