@@ -86,6 +86,8 @@ pub struct RankSession {
     ops: BTreeMap<OpId, (PullId, RankId)>,
     /// Digest orders by the engine that waits for them; each engine in turn gets a slice.
     jobs: VecDeque<(Digest, VecDeque<Job>)>,
+    /// Whether a place in the transport's queue has become free.
+    room: bool,
     zeros: Option<ZeroPlan>,
     out: VecDeque<FromRank>,
     now: Duration,
@@ -111,6 +113,7 @@ impl RankSession {
             pulls: BTreeMap::new(),
             ops: BTreeMap::new(),
             jobs: VecDeque::new(),
+            room: false,
             zeros: None,
             out: VecDeque::from([FromRank::Join(join)]),
             now: Duration::ZERO,
@@ -178,6 +181,7 @@ impl RankSession {
         while let Some(event) = self.transport.next_event() {
             self.on_event(event);
         }
+        self.post_queued();
         self.digest_slice();
         self.compare_slice();
         let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
@@ -216,7 +220,14 @@ impl RankSession {
             let next = pull.on_completed(src, outcome, self.now);
             self.go_on(id, next);
         }
-        // A place in the transport's queue is free.
+        self.room = true;
+    }
+
+    /// Posts what waits for a place in the transport's queue, if one has become free.
+    fn post_queued(&mut self) {
+        if !std::mem::take(&mut self.room) {
+            return;
+        }
         let queued: Vec<PullId> = self.pulls.iter().filter(|(_, p)| p.has_queued()).map(|(id, _)| *id).collect();
         for id in queued {
             if !self.post(id) {
