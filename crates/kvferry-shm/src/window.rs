@@ -205,7 +205,7 @@ mod tests {
     fn huge_pages_are_refused() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
         let Ok(huge) = rustix::fs::memfd_create("t", flags) else {
-            println!("skipped: this kernel has no hugetlb memory files");
+            kvferry_tests::skip("hugetlb", "this kernel has no hugetlb memory files");
             return;
         };
         rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK | SealFlags::GROW).unwrap();

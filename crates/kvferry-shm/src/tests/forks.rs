@@ -54,7 +54,7 @@ impl Drop for Child {
 fn may_become_nobody() -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {
-        println!("skipped: only root can become another user");
+        kvferry_tests::skip("root", "only root can become another user");
     }
     root
 }
