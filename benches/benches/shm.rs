@@ -13,6 +13,7 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_shm::{Config, ShmTransport};
+use kvferry_transport::conformance::sample::Rng;
 use kvferry_transport::{Event, MemoryKind, OpKind, Outcome, PeerId, Region, Submission, Transport};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -32,14 +33,8 @@ fn memfd_region(len: usize) -> Region {
 
 /// Block numbers in a random order.
 fn shuffled(n: u32, seed: u64) -> Vec<u32> {
-    let mut x = seed | 1;
     let mut out: Vec<u32> = (0..n).collect();
-    for i in (1..out.len()).rev() {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        out.swap(i, usize::try_from(x % (i as u64 + 1)).unwrap());
-    }
+    Rng::new(seed).shuffle(&mut out);
     out
 }
 

@@ -58,12 +58,6 @@ impl HeadRange {
         self.end - self.start
     }
 
-    /// The heads in both.
-    #[must_use]
-    pub fn intersect(self, other: Self) -> Option<Self> {
-        Self::new(self.start.max(other.start), self.end.min(other.end))
-    }
-
     /// Whether all heads of `other` are in `self`.
     #[must_use]
     pub const fn contains(self, other: Self) -> bool {

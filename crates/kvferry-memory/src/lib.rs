@@ -15,7 +15,7 @@
 #![deny(unsafe_code)]
 
 pub mod available;
-#[allow(unsafe_code)]
+#[allow(unsafe_code, reason = "it maps memory and promises it as a region")]
 pub mod buffer;
 pub mod guard;
 pub mod pattern;

@@ -22,15 +22,14 @@
 pub mod admit;
 pub mod blob;
 pub mod conformance;
-#[allow(unsafe_code)]
+#[allow(unsafe_code, reason = "it copies between regions by pointer")]
 pub mod copy;
 pub mod error;
-
 pub mod fault;
 mod gate;
 pub mod mem;
 pub mod observe;
-#[allow(unsafe_code)]
+#[allow(unsafe_code, reason = "foreign memory is promised here, once")]
 pub mod region;
 mod rng;
 pub mod strips;

@@ -1,7 +1,7 @@
 //! Cases from other systems' bug reports, by their ids, on the reference backend. Those about faults are in `faults.rs`.
 
 // The helpers of tests may fail as tests do.
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests and their helpers")]
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! The suite on the reference backend, plain and disturbed, and on every wrapper.
 // The helpers of tests may fail as tests do.
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "tests and their helpers")]
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! What goes wrong on demand, in the reference backend and by script, and that the contract holds under it.
 // The helpers of tests may fail as tests do.
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "tests and their helpers")]
 
 use std::sync::Arc;
 use std::time::Duration;

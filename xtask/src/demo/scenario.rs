@@ -8,6 +8,7 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{BlockTable, DstGroup, Request, SrcGroup, Tail};
 use kvferry_geometry::units::{BlockId, GroupId, RankId, TokenRange, Tokens};
 use kvferry_models::{EngineDescription, Model, Shape};
+use kvferry_transport::conformance::sample::Rng;
 
 use super::args::Args;
 use crate::show;
@@ -203,18 +204,9 @@ fn all_blocks(manifest: &Manifest, args: &Args) -> Vec<Vec<GroupBlocks>> {
     requests
 }
 
-/// All block ids in a random order (Fisher-Yates over splitmix64).
+/// All block ids in a random order, the same in every process.
 fn shuffled(blocks: u32, seed: u64) -> Vec<BlockId> {
     let mut ids: Vec<BlockId> = (0..blocks).map(BlockId::new).collect();
-    let mut state = seed;
-    for i in (1..ids.len()).rev() {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        let j = usize::try_from(z % (i as u64 + 1)).unwrap_or(0);
-        ids.swap(i, j);
-    }
+    Rng::new(seed).shuffle(&mut ids);
     ids
 }

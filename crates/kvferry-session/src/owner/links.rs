@@ -3,6 +3,7 @@
 use super::{BTreeMap, Digest, Duration, Effect, EngineId, LinkId, OwnerSession};
 use std::sync::Arc;
 
+use kvferry_geometry::manifest::Manifest;
 use kvferry_proto::handshake::{Greeting, Hello};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
@@ -205,26 +206,25 @@ impl OwnerSession {
     }
 
     /// What we know of the peer at a link when it reads from us.
-    pub(super) fn serving(
-        &mut self,
-        link: LinkId,
-    ) -> Option<(Arc<EngineManifest>, Result<&mut Direction, PairingError>)> {
-        let peer = self.links.peer(link)?.clone();
-        let ours = self.life.local()?.manifest.cache().clone();
-        let known = self.links.known.entry(peer.digest()).or_default();
-        let direction = known.serving(&ours, peer.cache());
-        Some((peer, direction))
+    pub(super) fn serving(&mut self, link: LinkId) -> Option<Met<'_>> {
+        self.met(link, Acquaintance::serving)
     }
 
     /// What we know of the peer at a link when we read from it.
-    pub(super) fn reading(
-        &mut self,
-        link: LinkId,
-    ) -> Option<(Arc<EngineManifest>, Result<&mut Direction, PairingError>)> {
+    pub(super) fn reading(&mut self, link: LinkId) -> Option<Met<'_>> {
+        self.met(link, Acquaintance::reading)
+    }
+
+    fn met(&mut self, link: LinkId, way: Way) -> Option<Met<'_>> {
         let peer = self.links.peer(link)?.clone();
         let ours = self.life.local()?.manifest.cache().clone();
         let known = self.links.known.entry(peer.digest()).or_default();
-        let direction = known.reading(&ours, peer.cache());
+        let direction = way(known, &ours, peer.cache());
         Some((peer, direction))
     }
 }
+
+/// A peer, and what moves in one of the two directions.
+type Met<'a> = (Arc<EngineManifest>, Result<&'a mut Direction, PairingError>);
+/// Which direction: [`Acquaintance::serving`] or [`Acquaintance::reading`].
+type Way = for<'a> fn(&'a mut Acquaintance, &Arc<Manifest>, &Arc<Manifest>) -> Result<&'a mut Direction, PairingError>;

@@ -59,7 +59,7 @@ fn finish(batch: Batch, src: Vec<u64>, dst: Vec<u64>) -> Sample {
     let lens = |ends: Vec<u64>| ends.into_iter().map(|e| Bytes::new(e + 1)).collect::<Vec<_>>();
     let (src_lens, dst_lens) = (lens(src), lens(dst));
     // The generator lays everything out inside the ends; were it wrong, the suite would test nothing and must say so.
-    #[allow(clippy::expect_used)]
+    #[allow(clippy::expect_used, reason = "see above")]
     let batch = Arc::new(batch.check(&src_lens, &dst_lens).expect("the sample's batch stays inside its regions"));
     Sample { batch, src_lens, dst_lens }
 }

@@ -1,7 +1,7 @@
 //! The harness of the reference backend.
 
 // Each test binary uses a part of this, and its helpers may fail as tests do.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "tests; each binary uses its part")]
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
