@@ -1,9 +1,14 @@
 //! Can two engines talk? They can when they cache the same items.
 //!
-//! What must agree, by item name: heads, retention, and components by name with width and encoding. What may differ is
-//! not compared: parallelism, block sizes, layouts, groups, the order of items and of components. Model identity (equal
-//! weights) is the handshake's question, not geometry's.
+//! What must agree, by item name: heads, retention, and components by name with width, span and encoding; of states, parts by
+//! name with units, rows, width and encoding. What may differ is not compared: parallelism, block sizes, layouts, groups, the
+//! order of items and of components. One thing of the placement must agree: where one value stands for all heads of a rank
+//! (a scale for a whole block), both engines must cut the heads alike. Items that only one engine has are mismatches unless
+//! the caller says that they are none of the transfer's business ([`CompatOptions`]). Model identity (equal weights) is the
+//! handshake's question, not geometry's.
 
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -11,7 +16,8 @@ use core::fmt;
 
 use crate::digest::Digest;
 use crate::manifest::Manifest;
-use crate::spec::{Component, Item, Retention, write_list};
+use crate::placement::HeadRange;
+use crate::spec::{Component, Item, ItemKind, PagedItem, Retention, StateItem, ValueHeads, write_list};
 use crate::units::{Bytes, GroupId, ItemId, Name};
 
 /// One way in which two engines differ that can't be bridged.
@@ -19,7 +25,10 @@ use crate::units::{Bytes, GroupId, ItemId, Name};
 #[non_exhaustive]
 pub enum Mismatch {
     /// The source lacks an item.
-    #[error("item {item}: the destination needs it ({shape}), the source has no item of that name")]
+    #[error(
+        "item {item}: the destination needs it ({shape}), the source has no item of that name; \
+         ignore items that only the destination has, where it can do without"
+    )]
     MissingAtSource {
         /// The item.
         item: Name,
@@ -27,22 +36,67 @@ pub enum Mismatch {
         shape: String,
     },
     /// The destination lacks an item.
-    #[error("item {item}: the source holds it ({shape}), the destination has no item of that name")]
+    #[error(
+        "item {item}: the source holds it ({shape}), the destination has no item of that name; \
+         ignore items that only the source has, where that is meant"
+    )]
     MissingAtDestination {
         /// The item.
         item: Name,
         /// What the source says of it.
         shape: String,
     },
-    /// KV heads of the whole model differ.
-    #[error("item {item}: source has {src} KV heads, destination {dst}; both must serve the same model")]
-    Heads {
+    /// A paged item on one side, a state on the other.
+    #[error("item {item}: source has {src}, destination {dst}")]
+    Kind {
         /// The item.
         item: Name,
+        /// What the source says of it.
+        src: String,
+        /// What the destination says of it.
+        dst: String,
+    },
+    /// A number of the whole model differs.
+    #[error("item {item}: source has {src} {what}, destination {dst}; both must serve the same model")]
+    Count {
+        /// The item.
+        item: Name,
+        /// What is counted, of which component or part.
+        what: String,
         /// At the source.
-        src: u32,
+        src: u64,
         /// At the destination.
-        dst: u32,
+        dst: u64,
+    },
+    /// One value covers another number of entries, or other heads.
+    #[error(
+        "item {item}: one value of component {component} covers {src} at the source, {dst} at the destination; \
+         a value can't be split or joined, so use the same scale granularity (and block size) on both"
+    )]
+    Coverage {
+        /// The item.
+        item: Name,
+        /// The component or part.
+        component: Name,
+        /// What a value covers at the source.
+        src: String,
+        /// What a value covers at the destination.
+        dst: String,
+    },
+    /// One value stands for all heads of a rank, and the engines cut the heads in different places.
+    #[error(
+        "item {item}: component {component} has one value for all heads of a rank, which can't be re-sharded: \
+         source ranks hold heads {src:?}, destination ranks {dst:?}; use one tensor-parallel size, or scales for each head"
+    )]
+    SharedValue {
+        /// The item.
+        item: Name,
+        /// The component or part.
+        component: Name,
+        /// The intervals of the source's ranks.
+        src: Vec<HeadRange>,
+        /// The intervals of the destination's ranks.
+        dst: Vec<HeadRange>,
     },
     /// Retention differs.
     #[error("item {item}: source keeps {src}, destination {dst}; set the same window or chunk on both")]
@@ -54,8 +108,8 @@ pub enum Mismatch {
         /// At the destination.
         dst: Retention,
     },
-    /// A component only one side has.
-    #[error("item {item}: source has components {src:?}, destination {dst:?}")]
+    /// A component or part only one side has.
+    #[error("item {item}: source has components or parts {src:?}, destination {dst:?}")]
     Components {
         /// The item.
         item: Name,
@@ -64,21 +118,19 @@ pub enum Mismatch {
         /// At the destination, sorted.
         dst: Vec<Name>,
     },
-    /// A component's width differs.
-    #[error(
-        "item {item}: component {component} is {src} wide at the source, {dst} at the destination (per token and head)"
-    )]
+    /// The width of a component or part differs.
+    #[error("item {item}: component {component} is {src} wide at the source, {dst} at the destination (each value)")]
     Width {
         /// The item.
         item: Name,
-        /// The component.
+        /// The component or part.
         component: Name,
         /// At the source.
         src: Bytes,
         /// At the destination.
         dst: Bytes,
     },
-    /// A component's encoding differs.
+    /// The encoding of a component or part differs.
     #[error(
         "item {item}: component {component} is encoded as {src} at the source, {dst} at the destination; \
          use one KV cache type on both, no conversion is done"
@@ -86,7 +138,7 @@ pub enum Mismatch {
     Encoding {
         /// The item.
         item: Name,
-        /// The component.
+        /// The component or part.
         component: Name,
         /// At the source.
         src: Name,
@@ -102,7 +154,10 @@ impl Mismatch {
         match self {
             Self::MissingAtSource { item, .. }
             | Self::MissingAtDestination { item, .. }
-            | Self::Heads { item, .. }
+            | Self::Kind { item, .. }
+            | Self::Count { item, .. }
+            | Self::Coverage { item, .. }
+            | Self::SharedValue { item, .. }
             | Self::Retention { item, .. }
             | Self::Components { item, .. }
             | Self::Width { item, .. }
@@ -122,15 +177,47 @@ impl fmt::Display for Mismatches {
 }
 impl core::error::Error for Mismatches {}
 
+/// What becomes of items that only one engine has.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Unmatched {
+    /// They are a mismatch.
+    #[default]
+    Refuse,
+    /// They don't move: the cache of a draft model that one engine runs alone, say.
+    Ignore,
+}
+
+/// What the caller lets pass. Both engines must be asked with the same.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct CompatOptions {
+    /// Items that only the source has.
+    pub source_only: Unmatched,
+    /// Items that only the destination has: it goes on without their bytes.
+    pub destination_only: Unmatched,
+}
+
 /// Two engines whose caches hold the same items; `src` is read, `dst` is written.
 #[derive(Clone, Debug)]
 pub struct Compatible {
     src: Arc<Manifest>,
     dst: Arc<Manifest>,
-    /// By destination item.
-    src_item: Vec<ItemId>,
-    /// Groups that share items, sorted.
-    group_pairs: Vec<(GroupId, GroupId)>,
+    /// By destination item; `None` where the source lacks it.
+    src_item: Vec<Option<ItemId>>,
+    /// Destination items without one.
+    unmatched: Arc<[ItemId]>,
+    /// What groups share, sorted.
+    links: Vec<Link>,
+}
+
+/// Items of one source group and one destination group that keep the same tokens.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Link {
+    pub(crate) src: GroupId,
+    pub(crate) dst: GroupId,
+    /// `None` for states.
+    pub(crate) retention: Option<Retention>,
+    /// Tokens of the longest value that covers several entries; 1 where none does.
+    pub(crate) span: u64,
 }
 
 impl Compatible {
@@ -139,23 +226,29 @@ impl Compatible {
     /// # Errors
     /// All mismatches at once.
     pub fn new(src: Arc<Manifest>, dst: Arc<Manifest>) -> Result<Self, Mismatches> {
+        Self::with(src, dst, CompatOptions::default())
+    }
+
+    /// The same with a say in what may pass.
+    ///
+    /// # Errors
+    /// All mismatches at once.
+    pub fn with(src: Arc<Manifest>, dst: Arc<Manifest>, options: CompatOptions) -> Result<Self, Mismatches> {
         let mut errors = Vec::new();
         let mut src_item = Vec::new();
-        for wanted in dst.spec().items() {
+        for (id, wanted) in dst.spec().iter() {
             let found = src.spec().find(&wanted.name).and_then(|id| Some((id, src.spec().get(id)?)));
-            match found {
-                Some((id, held)) => {
-                    compare(held, wanted, &mut errors);
-                    src_item.push(id);
-                }
-                None => {
-                    let (item, shape) = (wanted.name.clone(), crate::spec::describe(wanted));
-                    errors.push(Mismatch::MissingAtSource { item, shape });
-                }
+            if let Some((src_id, held)) = found {
+                compare(held, wanted, &mut errors);
+                check_shared(wanted, (&src, src_id), (&dst, id), &mut errors);
+            } else if options.destination_only == Unmatched::Refuse {
+                let (item, shape) = (wanted.name.clone(), crate::spec::describe(wanted));
+                errors.push(Mismatch::MissingAtSource { item, shape });
             }
+            src_item.push(found.map(|f| f.0));
         }
         for held in src.spec().items() {
-            if dst.spec().find(&held.name).is_none() {
+            if dst.spec().find(&held.name).is_none() && options.source_only == Unmatched::Refuse {
                 let (item, shape) = (held.name.clone(), crate::spec::describe(held));
                 errors.push(Mismatch::MissingAtDestination { item, shape });
             }
@@ -163,12 +256,20 @@ impl Compatible {
         if !errors.is_empty() {
             return Err(Mismatches(errors));
         }
-        let pair = |(id, &src_id): (ItemId, &ItemId)| (src.group_of(src_id), dst.group_of(id));
-        let mut group_pairs: Vec<(GroupId, GroupId)> =
-            dst.spec().iter().map(|i| i.0).zip(&src_item).map(pair).collect();
-        group_pairs.sort_unstable();
-        group_pairs.dedup();
-        Ok(Self { src, dst, src_item, group_pairs })
+        let mut links: BTreeMap<(GroupId, GroupId, Option<Retention>), u64> = BTreeMap::new();
+        for ((id, item), src_id) in dst.spec().iter().zip(&src_item) {
+            let Some(src_id) = src_id else { continue };
+            let paged = item.as_paged();
+            let spans = paged
+                .into_iter()
+                .flat_map(|p| p.components.iter().filter(|c| c.span > 1).map(|c| p.tokens_per_value(c)));
+            let key = (src.group_of(*src_id), dst.group_of(id), paged.map(|p| p.retention));
+            let known = links.entry(key).or_insert(1);
+            *known = spans.fold(*known, u64::max);
+        }
+        let link = |((src, dst, retention), span)| Link { src, dst, retention, span };
+        let unmatched = dst.spec().iter().zip(&src_item).filter(|(_, s)| s.is_none()).map(|((id, _), _)| id).collect();
+        Ok(Self { src, dst, src_item, unmatched, links: links.into_iter().map(link).collect() })
     }
 
     /// The engine that is read.
@@ -188,44 +289,120 @@ impl Compatible {
         (self.src.digest(), self.dst.digest())
     }
 
-    /// Groups of the two engines that share items: (source's, destination's).
-    pub(crate) fn group_pairs(&self) -> &[(GroupId, GroupId)] {
-        &self.group_pairs
+    /// Destination items that the source doesn't have.
+    pub(crate) fn unmatched(&self) -> Arc<[ItemId]> {
+        Arc::clone(&self.unmatched)
     }
 
-    /// The source's id of a destination's item.
-    pub(crate) fn src_item(&self, dst: ItemId) -> ItemId {
-        self.src_item[dst.index()]
+    /// What groups of the two engines share.
+    pub(crate) fn links(&self) -> &[Link] {
+        &self.links
+    }
+
+    /// The source's id of a destination's item; `None` where the source lacks it.
+    #[must_use]
+    pub fn src_item(&self, dst: ItemId) -> Option<ItemId> {
+        self.src_item.get(dst.index()).copied().flatten()
     }
 }
 
 fn compare(src: &Item, dst: &Item, errors: &mut Vec<Mismatch>) {
-    let item = || dst.name.clone();
-    let (s, d) = (src.as_paged(), dst.as_paged());
-    if s.heads != d.heads {
-        errors.push(Mismatch::Heads { item: item(), src: s.heads, dst: d.heads });
+    match (&src.kind, &dst.kind) {
+        (ItemKind::Paged(s), ItemKind::Paged(d)) => compare_paged(&dst.name, s, d, errors),
+        (ItemKind::State(s), ItemKind::State(d)) => compare_states(&dst.name, s, d, errors),
+        _ => {
+            let (src, dst_shape) = (crate::spec::describe(src), crate::spec::describe(dst));
+            errors.push(Mismatch::Kind { item: dst.name.clone(), src, dst: dst_shape });
+        }
     }
+}
+
+/// Whether both list the same names.
+fn compare_names<'a>(
+    item: &Name,
+    src: impl Iterator<Item = &'a Name>,
+    dst: impl Iterator<Item = &'a Name>,
+    errors: &mut Vec<Mismatch>,
+) {
+    let (mut src, mut dst): (Vec<Name>, Vec<Name>) = (src.cloned().collect(), dst.cloned().collect());
+    src.sort();
+    dst.sort();
+    if src != dst {
+        errors.push(Mismatch::Components { item: item.clone(), src, dst });
+    }
+}
+
+fn count(item: &Name, what: impl FnOnce() -> String, (src, dst): (u32, u32), errors: &mut Vec<Mismatch>) {
+    if src != dst {
+        let (src, dst) = (u64::from(src), u64::from(dst));
+        errors.push(Mismatch::Count { item: item.clone(), what: what(), src, dst });
+    }
+}
+
+/// What a value is, of a component or of a part: its name, its width, its encoding.
+type Value<'a> = (&'a Name, Bytes, &'a Name);
+
+fn compare_values(item: &Name, src: Value<'_>, dst: Value<'_>, errors: &mut Vec<Mismatch>) {
+    let component = || dst.0.clone();
+    if src.1 != dst.1 {
+        errors.push(Mismatch::Width { item: item.clone(), component: component(), src: src.1, dst: dst.1 });
+    }
+    if src.2 != dst.2 {
+        let (src, dst) = (src.2.clone(), dst.2.clone());
+        errors.push(Mismatch::Encoding { item: item.clone(), component: component(), src, dst });
+    }
+}
+
+fn compare_states(item: &Name, s: &StateItem, d: &StateItem, errors: &mut Vec<Mismatch>) {
+    compare_names(item, s.parts.iter().map(|p| &p.name), d.parts.iter().map(|p| &p.name), errors);
+    for part in &d.parts {
+        let Some(other) = s.parts.iter().find(|o| o.name == part.name) else { continue };
+        count(item, || format!("units of {}", part.name), (other.units, part.units), errors);
+        count(item, || format!("rows of {}", part.name), (other.rows, part.rows), errors);
+        let (src, dst) = (&other.encoding, &part.encoding);
+        compare_values(item, (&other.name, other.width, src), (&part.name, part.width, dst), errors);
+    }
+}
+
+fn compare_paged(item: &Name, s: &PagedItem, d: &PagedItem, errors: &mut Vec<Mismatch>) {
+    count(item, || "KV heads".into(), (s.heads, d.heads), errors);
+    count(item, || "tokens an entry".into(), (s.tokens_per_entry, d.tokens_per_entry), errors);
     if s.retention != d.retention {
-        errors.push(Mismatch::Retention { item: item(), src: s.retention, dst: d.retention });
+        errors.push(Mismatch::Retention { item: item.clone(), src: s.retention, dst: d.retention });
     }
-    let sorted = |list: &[Component]| {
-        let mut names: Vec<Name> = list.iter().map(|c| c.name.clone()).collect();
-        names.sort();
-        names
-    };
-    let (names, wanted) = (sorted(&s.components), sorted(&d.components));
-    if names != wanted {
-        errors.push(Mismatch::Components { item: item(), src: names, dst: wanted });
-    }
+    compare_names(item, s.components.iter().map(|c| &c.name), d.components.iter().map(|c| &c.name), errors);
     for c in &d.components {
         let Some(o) = s.components.iter().find(|o| o.name == c.name) else { continue };
-        if o.width != c.width {
-            let component = c.name.clone();
-            errors.push(Mismatch::Width { item: item(), component, src: o.width, dst: c.width });
+        compare_values(item, (&o.name, o.width, &o.encoding), (&c.name, c.width, &c.encoding), errors);
+        if (o.span, o.heads) != (c.span, c.heads) {
+            let (src, dst) = (covered(o), covered(c));
+            errors.push(Mismatch::Coverage { item: item.clone(), component: c.name.clone(), src, dst });
         }
-        if o.encoding != c.encoding {
-            let (component, src, dst) = (c.name.clone(), o.encoding.clone(), c.encoding.clone());
-            errors.push(Mismatch::Encoding { item: item(), component, src, dst });
-        }
+    }
+}
+
+fn covered(c: &Component) -> String {
+    let heads = if c.heads == ValueHeads::Shared { "all heads of a rank" } else { "one head" };
+    format!("{} entries of {heads}", c.span)
+}
+
+/// Values that stand for all heads of a rank move whole, so both engines must cut the heads alike.
+fn check_shared(
+    item: &Item,
+    (src, src_id): (&Manifest, ItemId),
+    (dst, dst_id): (&Manifest, ItemId),
+    errors: &mut Vec<Mismatch>,
+) {
+    let mut shared = item.as_paged().into_iter().flat_map(|p| &p.components).filter(|c| c.heads == ValueHeads::Shared);
+    let Some(component) = shared.next() else { return };
+    let intervals = |m: &Manifest, id: ItemId| -> Vec<HeadRange> {
+        let placed = m.ranks().iter().filter_map(|r| Some(r.placement.get(id.index())?.as_ref()?.as_paged()?.heads));
+        let set: BTreeSet<HeadRange> = placed.collect();
+        set.into_iter().collect()
+    };
+    let (s, d) = (intervals(src, src_id), intervals(dst, dst_id));
+    if s != d || s.windows(2).any(|w| w[1].start() < w[0].end()) {
+        let (item, component) = (item.name.clone(), component.name.clone());
+        errors.push(Mismatch::SharedValue { item, component, src: s, dst: d });
     }
 }

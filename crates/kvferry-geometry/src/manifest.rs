@@ -8,13 +8,14 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::fmt;
 
-use crate::digest::{Digest, Digester};
-use crate::layout::{CacheLayout, LayoutError, MemoryKind, PagedView};
-use crate::placement::{HeadRange, MAX_PLACEMENTS, MAX_RANKS, RankPlacement};
-use crate::spec::{ModelSpec, Retention, write_list};
+use crate::digest::Digest;
+use crate::layout::{CacheLayout, LayoutError, Shared, View};
+use crate::placement::{HeadRange, MAX_PLACEMENTS, MAX_RANKS, Placement, RankPlacement};
+use crate::spec::{Item, ItemKind, ModelSpec, Retention, write_list};
 use crate::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
 
 pub(crate) mod coverage;
+mod digest;
 
 /// The most faults that are told of one manifest.
 pub const MAX_FAULTS: usize = 256;
@@ -28,8 +29,8 @@ pub struct CacheGroup {
     pub name: Name,
     /// The items.
     pub items: Vec<ItemId>,
-    /// Tokens of the sequence that one entry of the block table covers: block size times context-parallel size. Every
-    /// rank's view must agree with it.
+    /// Tokens of the sequence that one entry of the block table covers: block size in tokens times context-parallel size. Every
+    /// rank's view must agree with it. 0 for a group of states, whose slots cover no tokens.
     pub block_tokens: Tokens,
 }
 
@@ -97,9 +98,41 @@ pub enum ManifestError {
         /// The name.
         group: Name,
     },
-    /// A group's items have different retention, so that one block table can't serve them.
+    /// A group has paged items and states, so that one table can't serve them.
+    #[error("cache group {group}: {paged} is a paged item, {state} a state; put them in two groups")]
+    MixedGroup {
+        /// The group.
+        group: Name,
+        /// A paged item.
+        paged: Name,
+        /// A state.
+        state: Name,
+    },
+    /// A group of states says that its slots cover tokens.
+    #[error("cache group {group}: it holds states, whose slots cover no tokens, but it counts {got} a block; use 0")]
+    StateTokens {
+        /// The group.
+        group: Name,
+        /// What it says.
+        got: Tokens,
+    },
+    /// A ring isn't made of whole blocks.
     #[error(
-        "cache group {group}: items {first} ({a}) and {second} ({b}) keep different tokens; put them in two groups"
+        "item {item}: a ring of {ring} tokens is not a multiple of the {block_tokens} that a block of group {group} covers"
+    )]
+    Ring {
+        /// The item.
+        item: Name,
+        /// Its group.
+        group: Name,
+        /// Tokens of the ring.
+        ring: u64,
+        /// Tokens of a block.
+        block_tokens: u64,
+    },
+    /// Rings of different sizes in one group, so that one table can't serve them.
+    #[error(
+        "cache group {group}: items {first} ({a}) and {second} ({b}) can't share a block table; put them in two groups"
     )]
     Retention {
         /// The group.
@@ -123,7 +156,7 @@ pub enum ManifestError {
     },
     /// A view's block covers another number of tokens than its group says.
     #[error(
-        "rank {rank}: item {item}: a block of {block_size} entries over {context} context ranks covers {got} tokens, \
+        "rank {rank}: item {item}: a block of {block_size} tokens over {context} context ranks covers {got} tokens, \
          but group {group} counts {expected} a block"
     )]
     BlockTokens {
@@ -133,8 +166,8 @@ pub enum ManifestError {
         item: Name,
         /// Its group.
         group: Name,
-        /// Entries of a block.
-        block_size: u32,
+        /// Tokens that the entries of a block stand for.
+        block_size: u64,
         /// How many ranks share the tokens.
         context: u32,
         /// Their product.
@@ -144,7 +177,7 @@ pub enum ManifestError {
     },
     /// Bytes that no rank holds.
     #[error(
-        "item {item}: no rank holds heads {heads} of tokens [{start}, {end}) (repeating every {period}); the heads are not \
+        "item {item}: no rank holds heads or units {heads} of tokens [{start}, {end}) (repeating every {period}); the heads are not \
          replicated often enough for the context-parallel size, or a stage lacks the item"
     )]
     Uncovered {
@@ -191,6 +224,7 @@ pub struct Manifest {
     group_of: Vec<GroupId>,
     /// By group: block ids below this are valid on every rank.
     blocks: Vec<BlockId>,
+    shared: Shared,
     digest: Digest,
 }
 
@@ -216,6 +250,7 @@ impl Manifest {
         }
         let tables: Vec<Vec<ItemId>> = groups.iter().map(|g| g.items.clone()).collect();
         let mut sound = true;
+        let mut shared = Shared::default();
         // One for all ranks: proofs of freedom from overlap must not add up to more.
         let mut budget = PROOF_RUNS;
         for (rank, r) in (0u32..).map(RankId::new).zip(&mut ranks) {
@@ -233,6 +268,7 @@ impl Manifest {
             }
             check_block_tokens(&spec, &groups, &group_of, rank, r, &mut errors);
             order_components(&spec, &mut r.layout);
+            shared.add(&r.layout, &spec, &r.placement, &group_of);
         }
         if sound {
             coverage::check(&spec, &ranks, &mut errors);
@@ -241,9 +277,9 @@ impl Manifest {
             errors.truncate(MAX_FAULTS);
             return Err(ManifestErrors(errors));
         }
-        let digest = digest_of(&spec, &groups, &ranks);
+        let digest = digest::of(&spec, &groups, &ranks);
         let blocks = groups.iter().map(|g| blocks_of(g, &ranks)).collect();
-        Ok(Self { spec, groups, ranks, group_of, blocks, digest })
+        Ok(Self { spec, groups, ranks, group_of, blocks, shared, digest })
     }
 
     /// The model's items in this engine's order.
@@ -294,17 +330,22 @@ impl Manifest {
         self.blocks.get(group.index()).copied().unwrap_or(BlockId::ZERO)
     }
 
-    /// Which tokens a group's items keep.
+    /// Whether a group holds states.
     #[must_use]
-    pub fn retention(&self, group: GroupId) -> Retention {
+    pub fn is_state(&self, group: GroupId) -> bool {
         let first = self.groups.get(group.index()).and_then(|g| self.spec.get(*g.items.first()?));
-        first.map_or(Retention::Full, |item| item.as_paged().retention)
+        first.is_some_and(|item| item.as_state().is_some())
+    }
+
+    /// What groups share memory.
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
     }
 }
 
 fn blocks_of(group: &CacheGroup, ranks: &[RankManifest]) -> BlockId {
     let views = ranks.iter().flat_map(|r| group.items.iter().filter_map(|i| r.layout.views[i.index()].as_ref()));
-    BlockId::new(views.map(|v| v.blocks).min().unwrap_or(0))
+    BlockId::new(views.map(View::blocks).min().unwrap_or(0))
 }
 
 fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<ManifestError>) -> Vec<GroupId> {
@@ -314,7 +355,7 @@ fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<Manife
         if groups[..i].iter().any(|g| g.name == group.name) {
             errors.push(ManifestError::DuplicateGroup { group: group.name.clone() });
         }
-        let mut kept: Option<(&Name, Retention)> = None;
+        let mut members = Vec::new();
         for &item in &group.items {
             let Some(found) = spec.get(item) else {
                 let items = spec.items().len();
@@ -323,19 +364,9 @@ fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<Manife
             };
             count[item.index()] += 1;
             group_of[item.index()] = id;
-            let retention = found.as_paged().retention;
-            match kept {
-                Some((first, a)) if a != retention => errors.push(ManifestError::Retention {
-                    group: group.name.clone(),
-                    first: first.clone(),
-                    second: found.name.clone(),
-                    a,
-                    b: retention,
-                }),
-                Some(_) => {}
-                None => kept = Some((&found.name, retention)),
-            }
+            members.push(found);
         }
+        check_members(group, &members, errors);
     }
     for (item, &got) in spec.items().iter().zip(&count) {
         if got != 1 {
@@ -343,6 +374,38 @@ fn check_groups(spec: &ModelSpec, groups: &[CacheGroup], errors: &mut Vec<Manife
         }
     }
     group_of
+}
+
+/// Whether one table can serve the items of a group.
+fn check_members(group: &CacheGroup, members: &[&Item], errors: &mut Vec<ManifestError>) {
+    let paged = members.iter().find(|i| i.as_paged().is_some());
+    let state = members.iter().find(|i| i.as_state().is_some());
+    match (paged, state) {
+        (Some(paged), Some(state)) => {
+            let (group, paged, state) = (group.name.clone(), paged.name.clone(), state.name.clone());
+            errors.push(ManifestError::MixedGroup { group, paged, state });
+            return;
+        }
+        (None, Some(_)) if group.block_tokens != Tokens::ZERO => {
+            errors.push(ManifestError::StateTokens { group: group.name.clone(), got: group.block_tokens });
+        }
+        _ => {}
+    }
+    let mut kept = members.iter().filter_map(|i| Some((*i, i.as_paged()?.retention)));
+    let Some((first, a)) = kept.next() else { return };
+    let ring = |r: Retention| matches!(r, Retention::Ring(_));
+    for (second, b) in kept {
+        if a != b && (ring(a) || ring(b)) {
+            let (group, first, second) = (group.name.clone(), first.name.clone(), second.name.clone());
+            errors.push(ManifestError::Retention { group, first, second, a, b });
+        }
+    }
+    if let Retention::Ring(ring) = a
+        && ring.get().checked_rem(group.block_tokens.get()) != Some(0)
+    {
+        let (item, ring, block_tokens) = (first.name.clone(), ring.get(), group.block_tokens.get());
+        errors.push(ManifestError::Ring { item, group: group.name.clone(), ring, block_tokens });
+    }
 }
 
 fn check_block_tokens(
@@ -354,16 +417,21 @@ fn check_block_tokens(
     errors: &mut Vec<ManifestError>,
 ) {
     for (id, item) in spec.iter() {
-        let (Some(p), Some(view)) = (&r.placement[id.index()], &r.layout.views[id.index()]) else { continue };
+        let (Some(paged), Some(Placement::Paged(p)), Some(View::Paged(view))) =
+            (item.as_paged(), &r.placement[id.index()], &r.layout.views[id.index()])
+        else {
+            continue;
+        };
         let Some(group) = groups.get(group_of[id.index()].index()) else { continue };
         let context = p.tokens.count();
-        let got = u64::from(view.block_size) * u64::from(context);
+        let block_size = u64::from(view.block_size) * u64::from(paged.tokens_per_entry);
+        let got = block_size * u64::from(context);
         if got != group.block_tokens.get() {
             errors.push(ManifestError::BlockTokens {
                 rank,
                 item: item.name.clone(),
                 group: group.name.clone(),
-                block_size: view.block_size,
+                block_size,
                 context,
                 got,
                 expected: group.block_tokens.get(),
@@ -372,84 +440,17 @@ fn check_block_tokens(
     }
 }
 
-/// Puts every view's components into the spec's order, so that equal layouts are equal values.
+/// Puts every view's components or parts into the spec's order, so that equal layouts are equal values.
 fn order_components(spec: &ModelSpec, layout: &mut CacheLayout) {
     for (id, item) in spec.iter() {
-        if let Some(Some(view)) = layout.views.get_mut(id.index()) {
-            let order = |name: &Name| item.as_paged().components.iter().position(|c| c.name == *name);
-            view.components.sort_by_key(|c| order(&c.name));
-        }
-    }
-}
-
-fn digest_of(spec: &ModelSpec, groups: &[CacheGroup], ranks: &[RankManifest]) -> Digest {
-    let mut d = Digester::new("kvferry manifest 1");
-    d.count(spec.items().len());
-    for item in spec.items() {
-        d.text(item.name.as_str());
-        let p = item.as_paged();
-        d.number(u64::from(p.heads));
-        let (kind, tokens) = match p.retention {
-            Retention::Full => (0, 0),
-            Retention::Window(t) => (1, t.get()),
-            Retention::Chunk(t) => (2, t.get()),
-        };
-        d.number(kind);
-        d.number(tokens);
-        d.count(p.components.len());
-        for c in &p.components {
-            d.text(c.name.as_str());
-            d.number(c.width.get());
-            d.text(c.encoding.as_str());
-        }
-    }
-    d.count(groups.len());
-    for g in groups {
-        d.text(g.name.as_str());
-        d.number(g.block_tokens.get());
-        d.count(g.items.len());
-        g.items.iter().for_each(|i| d.number(u64::from(i.get())));
-    }
-    d.count(ranks.len());
-    for r in ranks {
-        d.count(r.layout.regions.len());
-        for region in &r.layout.regions {
-            d.number(region.len.get());
-            d.number(match region.kind {
-                MemoryKind::Host => 0,
-                MemoryKind::Device(i) => 1 + u64::from(i),
-            });
-        }
-        for (p, view) in r.placement.iter().zip(&r.layout.views) {
-            let (Some(p), Some(view)) = (p, view) else {
-                d.number(0);
-                continue;
-            };
-            d.number(1);
-            for n in [p.heads.start(), p.heads.end(), p.tokens.count(), p.tokens.interleave(), p.tokens.index()] {
-                d.number(u64::from(n));
+        match (&item.kind, layout.views.get_mut(id.index())) {
+            (ItemKind::Paged(paged), Some(Some(View::Paged(view)))) => {
+                view.components.sort_by_key(|c| paged.components.iter().position(|s| s.name == c.name));
             }
-            digest_view(&mut d, view);
+            (ItemKind::State(state), Some(Some(View::State(view)))) => {
+                view.parts.sort_by_key(|p| state.parts.iter().position(|s| s.name == p.name));
+            }
+            _ => {}
         }
-    }
-    d.finish()
-}
-
-fn digest_view(d: &mut Digester, view: &PagedView) {
-    let numbers = [
-        u64::from(view.region.get()),
-        view.offset.get(),
-        view.block_stride.get(),
-        u64::from(view.blocks),
-        u64::from(view.block_size),
-        u64::from(view.kernel.size),
-        view.kernel.stride.get(),
-    ];
-    numbers.iter().for_each(|&n| d.number(n));
-    // In the spec's order by now, so names add nothing.
-    for c in &view.components {
-        d.number(c.offset.get());
-        d.number(c.head_stride.get());
-        d.number(c.entry_stride.get());
     }
 }

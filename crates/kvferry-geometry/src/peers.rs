@@ -9,6 +9,9 @@
 //! least choice are assigned first. Where placements follow the usual rules this is the optimum; for intervals made by hand
 //! it may take one holder more than need be. It is always complete.
 //!
+//! A consumer that could read everything from any of several ranks reads from one of them, unless the map is asked to
+//! *stripe*: then the consumer's items are dealt out over all equal holders, in stretches of neighbours.
+//!
 //! Both engines compute the same map from the same two manifests and salt, and compare [`PeerMap::digest`].
 
 use alloc::collections::BTreeMap;
@@ -17,8 +20,10 @@ use alloc::vec::Vec;
 
 use crate::compat::Compatible;
 use crate::digest::{Digest, Digester};
+use crate::manifest::RankManifest;
 use crate::manifest::coverage::cut_heads;
-use crate::placement::{HeadRange, Placement};
+use crate::placement::{HeadRange, PagedPlacement};
+use crate::spec::{Component, Item, ItemKind};
 use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
 use crate::units::{ItemId, Name, RankId};
 
@@ -61,6 +66,15 @@ pub enum PeerError {
     },
 }
 
+/// How holders are chosen. Both engines must use the same.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct PeerOptions {
+    /// A number that differs between consumers' engines and requests (their lease, say); turns ties.
+    pub salt: u64,
+    /// Whether one consumer's items are spread over all ranks that hold them equally, for more bandwidth from more peers.
+    pub stripe: bool,
+}
+
 /// A rectangle of the head × token space of some items that one rank reads from another.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Share {
@@ -92,11 +106,21 @@ impl RankPair {
     }
 }
 
+/// Items that are placed alike along one of their axes (see [`Item::axes`](crate::spec::Item::axes)).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct AxisItems {
+    /// Destination ids.
+    pub(crate) items: Vec<ItemId>,
+    /// 0 for paged items; the part's index in the destination's spec for states.
+    pub(crate) axis: usize,
+    /// Whether they are states.
+    pub(crate) state: bool,
+}
+
 /// Who reads what from whom, for one pair of manifests and one salt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PeerMap {
-    /// Destination ids of items that are placed alike.
-    pub(crate) item_sets: Vec<Vec<ItemId>>,
+    pub(crate) item_sets: Vec<AxisItems>,
     pairs: Vec<RankPair>,
     /// Digests of the source's and the destination's manifest.
     of: (Digest, Digest),
@@ -110,28 +134,31 @@ impl PeerMap {
     /// [`PeerError::Period`] where the two sides' context parallelism can't be brought to a common period, and
     /// [`PeerError::TooComplex`] where placements are cut too finely.
     pub fn new(c: &Compatible, salt: u64) -> Result<Self, PeerError> {
-        Self::with_distance(c, salt, |_, _| 0)
+        Self::with(c, PeerOptions { salt, stripe: false }, |_, _| 0)
     }
 
-    /// As [`PeerMap::new`], with the distance from a source rank to a destination rank where it is known. Both engines
-    /// must use the same distances.
+    /// As [`PeerMap::new`], with all options and the distance from a source rank to a destination rank where it is known.
+    /// Both engines must use the same distances.
     ///
     /// # Errors
     /// As [`PeerMap::new`].
-    pub fn with_distance(
+    pub fn with(
         c: &Compatible,
-        salt: u64,
+        options: PeerOptions,
         distance: impl Fn(RankId, RankId) -> u32,
     ) -> Result<Self, PeerError> {
         let mut sets = item_sets(c);
         for set in &mut sets {
             set.measure(c)?;
         }
+        if options.stripe {
+            sets = sets.into_iter().flat_map(ItemSet::striped).collect();
+        }
         // Least choice first: what is held once decides which ranks are read, and replicas then follow it.
-        sets.sort_by_key(|s| (s.held, s.items[0]));
+        sets.sort_by_key(|s| (s.held, s.items.first().copied(), s.axis));
         let mut builder = Builder {
             distance,
-            salt,
+            options,
             load: vec![0; c.src().ranks().len()],
             work: WORK,
             shares: BTreeMap::new(),
@@ -143,8 +170,10 @@ impl PeerMap {
         }
         let pairs: Vec<RankPair> =
             builder.shares.into_iter().map(|((dst, src), shares)| RankPair { src, dst, shares }).collect();
-        let item_sets: Vec<Vec<ItemId>> = sets.into_iter().map(|s| s.items).collect();
-        let digest = digest_of(c, salt, &item_sets, &pairs);
+        let of_set =
+            |s: ItemSet| AxisItems { items: s.items.into_iter().map(|i| i.0).collect(), axis: s.axis, state: s.state };
+        let item_sets: Vec<AxisItems> = sets.into_iter().map(of_set).collect();
+        let digest = digest_of(c, options, &item_sets, &pairs);
         Ok(Self { item_sets, pairs, of: c.digests(), digest })
     }
 
@@ -183,14 +212,17 @@ impl PeerMap {
     }
 }
 
-/// Items that every rank of both sides places alike.
+/// Items that every rank of both sides places alike along one axis.
+#[derive(Clone)]
 struct ItemSet {
-    /// Destination ids.
-    items: Vec<ItemId>,
-    src: Vec<Option<Placement>>,
-    dst: Vec<Option<Placement>>,
-    /// Bytes of all items for each (token, head).
-    width: u64,
+    /// Destination ids, with the bytes of one head: in [`MAX_PERIOD`] tokens, or of the state.
+    items: Vec<(ItemId, u128)>,
+    axis: usize,
+    state: bool,
+    /// Heads or units of the model.
+    total: u32,
+    src: Vec<Option<PagedPlacement>>,
+    dst: Vec<Option<PagedPlacement>>,
     period: u64,
     heads: Vec<HeadRange>,
     /// How often the source holds it, in heads × tokens of a period, scaled to be comparable between sets.
@@ -198,40 +230,64 @@ struct ItemSet {
 }
 
 fn item_sets(c: &Compatible) -> Vec<ItemSet> {
-    let mut by_placement: BTreeMap<Vec<[u32; 6]>, ItemSet> = BTreeMap::new();
+    // The axis's total belongs to the key, since it bounds the cuts.
+    type Key = (bool, usize, u32, Vec<Option<PagedPlacement>>, Vec<Option<PagedPlacement>>);
+    let mut by_placement: BTreeMap<Key, ItemSet> = BTreeMap::new();
     for (id, item) in c.dst().spec().iter() {
-        let src_id = c.src_item(id);
-        let src: Vec<_> = c.src().ranks().iter().map(|r| r.placement[src_id.index()]).collect();
-        let dst: Vec<_> = c.dst().ranks().iter().map(|r| r.placement[id.index()]).collect();
-        let paged = item.as_paged();
-        // Heads of the model belong to the key: they bound the cuts.
-        let key: Vec<[u32; 6]> = core::iter::once([paged.heads, 0, 0, 0, 0, 0])
-            .chain(src.iter().chain(&dst).map(|p| p.map_or([0; 6], |p| key_of(&p))))
-            .collect();
-        let set = by_placement.entry(key).or_insert_with(|| ItemSet {
-            items: Vec::new(),
-            src,
-            dst,
-            width: 0,
-            period: 1,
-            heads: Vec::new(),
-            held: 0,
-        });
-        set.items.push(id);
-        set.width += paged.components.iter().map(|c| c.width.get()).sum::<u64>();
+        let Some((src_id, src_item)) = c.src_item(id).and_then(|i| Some((i, c.src().spec().get(i)?))) else { continue };
+        let state = item.as_state().is_some();
+        for (axis, total) in item.axes().enumerate() {
+            let Some(src_axis) = src_axis(item, src_item, axis) else { continue };
+            let of = |ranks: &[RankManifest], id: ItemId, axis: usize| -> Vec<Option<PagedPlacement>> {
+                ranks.iter().map(|r| r.placement[id.index()].as_ref()?.axis(axis)).collect()
+            };
+            let src = of(c.src().ranks(), src_id, src_axis);
+            let dst = of(c.dst().ranks(), id, axis);
+            let set = by_placement.entry((state, axis, total, src.clone(), dst.clone())).or_insert_with(|| ItemSet {
+                items: Vec::new(),
+                axis,
+                state,
+                total,
+                src,
+                dst,
+                period: 1,
+                heads: Vec::new(),
+                held: 0,
+            });
+            set.items.push((id, weight(item, axis)));
+        }
     }
     by_placement.into_values().collect()
 }
 
-fn key_of(p: &Placement) -> [u32; 6] {
-    [1, p.heads.start(), p.heads.end(), p.tokens.count(), p.tokens.interleave(), p.tokens.index()]
+/// The source's axis that is the destination's: parts are matched by name.
+pub(crate) fn src_axis(dst: &Item, src: &Item, axis: usize) -> Option<usize> {
+    match (dst.as_state(), src.as_state()) {
+        (Some(d), Some(s)) => {
+            let name = &d.parts.get(axis)?.name;
+            s.parts.iter().position(|p| p.name == *name)
+        }
+        (None, None) => Some(axis),
+        _ => None,
+    }
+}
+
+/// Bytes of one head in [`MAX_PERIOD`] tokens, or of one unit of a state.
+fn weight(item: &Item, axis: usize) -> u128 {
+    match &item.kind {
+        ItemKind::Paged(p) => {
+            let of =
+                |c: &Component| u128::from(c.width.get()) * u128::from(MAX_PERIOD) / u128::from(p.tokens_per_value(c));
+            p.components.iter().map(of).sum()
+        }
+        ItemKind::State(s) => s.parts.get(axis).map_or(0, |p| u128::from(p.rows) * u128::from(p.width.get())),
+    }
 }
 
 impl ItemSet {
     /// Finds the period, the head cuts and how often the source holds everything.
     fn measure(&mut self, c: &Compatible) -> Result<(), PeerError> {
-        let item = c.dst().spec().get(self.items[0]);
-        let name = || item.map_or_else(|| "?".into(), |i| i.name.clone());
+        let name = || self.name(c);
         let placed = || self.src.iter().chain(&self.dst).flatten();
         let mut period = 1;
         for p in placed() {
@@ -239,24 +295,44 @@ impl ItemSet {
                 .filter(|&l| l <= MAX_PERIOD)
                 .ok_or_else(|| PeerError::Period { item: name(), limit: MAX_PERIOD })?;
         }
-        let total = item.map_or(1, |i| i.as_paged().heads);
-        let heads = cut_heads(total, placed().map(|p| p.heads));
+        let heads = cut_heads(self.total, placed().map(|p| p.heads));
         let held: u64 = self
             .src
             .iter()
             .flatten()
             .map(|p| (1 << 20) * u64::from(p.heads.count()) / u64::from(p.tokens.count()))
             .sum();
-        self.held = held / u64::from(total);
+        self.held = held / u64::from(self.total.max(1));
         (self.period, self.heads) = (period, heads);
         Ok(())
+    }
+
+    fn name(&self, c: &Compatible) -> Name {
+        let first = self.items.first().and_then(|i| c.dst().spec().get(i.0));
+        first.map_or_else(|| "?".into(), |i| i.name.clone())
+    }
+
+    /// Stretches of neighbouring items with about equally many bytes, one for each of the ranks that hold them alike.
+    fn striped(self) -> Vec<Self> {
+        let mut alike: BTreeMap<PagedPlacement, u128> = BTreeMap::new();
+        self.src.iter().flatten().for_each(|p| *alike.entry(*p).or_default() += 1);
+        let ways = alike.into_values().max().unwrap_or(1).max(1);
+        let total = self.items.iter().map(|i| i.1).sum::<u128>().max(1);
+        let mut stripes: BTreeMap<u128, Vec<(ItemId, u128)>> = BTreeMap::new();
+        let mut before = 0;
+        for &(id, bytes) in &self.items {
+            // By the item's middle, so that a stripe is no longer than its neighbours by more than an item.
+            stripes.entry((2 * before + bytes) * ways / (2 * total)).or_default().push((id, bytes));
+            before += bytes;
+        }
+        stripes.into_values().map(|items| Self { items, ..self.clone() }).collect()
     }
 }
 
 struct Builder<D> {
     distance: D,
-    salt: u64,
-    /// Bytes assigned so far in [`MAX_PERIOD`] tokens, so that sets of different periods weigh alike.
+    options: PeerOptions,
+    /// Bytes assigned so far, for requests of [`MAX_PERIOD`] tokens.
     load: Vec<u128>,
     /// Comparisons left.
     work: u64,
@@ -277,7 +353,7 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
             let mut missing: Vec<(HeadRange, TokenSet)> =
                 set.heads.iter().filter(|h| p.heads.contains(**h)).map(|h| (*h, wanted.clone())).collect();
             while let Some((heads, _)) = missing.first() {
-                let item = || c.dst().spec().get(set.items[0]).map_or_else(|| "?".into(), |i| i.name.clone());
+                let item = || set.name(c);
                 let intervals: usize = missing.iter().map(|(_, tokens)| tokens.intervals.len()).sum();
                 let cost = (holders.len() as u64).saturating_mul(intervals as u64);
                 self.work = self.work.checked_sub(cost).ok_or_else(|| PeerError::TooComplex { item: item() })?;
@@ -286,8 +362,8 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
                     return Err(PeerError::Uncovered { item, dst, heads: *heads });
                 };
                 let (src, held_heads, held_tokens) = &holders[at];
-                let bytes = u128::from(gain) * u128::from(set.width);
-                self.load[src.index()] += bytes * u128::from(MAX_PERIOD) / u128::from(set.period);
+                let bytes: u128 = set.items.iter().map(|i| i.1).sum();
+                self.load[src.index()] += u128::from(gain) * bytes / u128::from(set.period);
                 if !self.reads[dst.index()].contains(src) {
                     self.reads[dst.index()].push(*src);
                 }
@@ -327,7 +403,8 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
             if gain == 0 {
                 continue;
             }
-            let known = self.reads[dst.index()].contains(src);
+            // A rank that is read already is one peer less; striping is about having more of them.
+            let known = !self.options.stripe && self.reads[dst.index()].contains(src);
             let key = (core::cmp::Reverse(gain), !known, (self.distance)(*src, dst), self.load[src.index()]);
             match best_key.as_ref().map(|b| key.cmp(b)) {
                 Some(core::cmp::Ordering::Greater) => {}
@@ -338,7 +415,7 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
                 }
             }
         }
-        let turn = self.salt.checked_rem(best.len() as u64)?;
+        let turn = self.options.salt.checked_rem(best.len() as u64)?;
         best.get(usize::try_from(turn).unwrap_or(0)).copied()
     }
 }
@@ -356,16 +433,18 @@ fn push_share(list: &mut Vec<Share>, share: Share) {
     list.push(share);
 }
 
-fn digest_of(c: &Compatible, salt: u64, item_sets: &[Vec<ItemId>], pairs: &[RankPair]) -> Digest {
-    let mut d = Digester::new("kvferry peer map 1");
+fn digest_of(c: &Compatible, options: PeerOptions, item_sets: &[AxisItems], pairs: &[RankPair]) -> Digest {
+    let mut d = Digester::new("kvferry peer map 2");
     for manifest in [c.src(), c.dst()] {
         manifest.digest().as_bytes().iter().for_each(|b| d.number(u64::from(*b)));
     }
-    d.number(salt);
+    d.number(options.salt);
+    d.number(u64::from(options.stripe));
     d.count(item_sets.len());
     for set in item_sets {
-        d.count(set.len());
-        set.iter().for_each(|i| d.number(u64::from(i.get())));
+        d.count(set.axis);
+        d.count(set.items.len());
+        set.items.iter().for_each(|i| d.number(u64::from(i.get())));
     }
     d.count(pairs.len());
     for pair in pairs {

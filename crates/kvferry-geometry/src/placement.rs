@@ -1,4 +1,5 @@
-//! Which coordinates each rank holds, as data: for every item a head interval and a token class.
+//! Which coordinates each rank holds, as data: for every paged item a head interval and a token class, for every part of a
+//! state item an interval of its units.
 //!
 //! Nothing past this module is derived from `(tp, rank)`. The usual rules are helpers that write the data:
 //! [`split_heads`], [`TokenClass`], and [`Parallelism`] for whole engines. An engine whose placement follows another
@@ -15,7 +16,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::fmt;
 
-use crate::spec::{Item, ModelSpec};
+use crate::spec::{Item, ItemKind, ModelSpec};
 use crate::units::{ItemId, Name, RankId, Tokens};
 
 /// The most ranks an engine can have.
@@ -26,7 +27,7 @@ pub const MAX_PLACEMENTS: usize = 1 << 18;
 /// The largest context-parallel factor.
 pub const MAX_CONTEXT: u32 = 1 << 10;
 
-/// A non-empty interval of KV heads `[start, end)`.
+/// A non-empty interval `[start, end)` of KV heads, or of the units of a state's part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct HeadRange {
     start: u32,
@@ -143,13 +144,69 @@ impl fmt::Display for TokenClass {
     }
 }
 
-/// What one rank holds of one item.
+/// What one rank holds of a paged item.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
-pub struct Placement {
+pub struct PagedPlacement {
     /// Which heads.
     pub heads: HeadRange,
     /// Which tokens.
     pub tokens: TokenClass,
+}
+
+/// What one rank holds of a state item.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct StatePlacement {
+    /// Which units of every part, in the order of the rank's own spec.
+    pub parts: Vec<HeadRange>,
+}
+
+/// What one rank holds of one item.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub enum Placement {
+    /// Of a paged item.
+    Paged(PagedPlacement),
+    /// Of a state item.
+    State(StatePlacement),
+}
+
+impl Placement {
+    /// Of a paged item.
+    #[must_use]
+    pub fn paged(heads: HeadRange, tokens: TokenClass) -> Self {
+        Self::Paged(PagedPlacement { heads, tokens })
+    }
+
+    /// Of a state item.
+    #[must_use]
+    pub fn state(parts: Vec<HeadRange>) -> Self {
+        Self::State(StatePlacement { parts })
+    }
+
+    /// The placement, of a paged item.
+    #[must_use]
+    pub fn as_paged(&self) -> Option<&PagedPlacement> {
+        match self {
+            Self::Paged(p) => Some(p),
+            Self::State(_) => None,
+        }
+    }
+
+    /// The placement, of a state item.
+    #[must_use]
+    pub fn as_state(&self) -> Option<&StatePlacement> {
+        match self {
+            Self::Paged(_) => None,
+            Self::State(s) => Some(s),
+        }
+    }
+
+    /// What is held along one axis of the item (see [`Item::axes`]): a state holds all tokens.
+    pub(crate) fn axis(&self, axis: usize) -> Option<PagedPlacement> {
+        match self {
+            Self::Paged(p) => (axis == 0).then_some(*p),
+            Self::State(s) => s.parts.get(axis).map(|&heads| PagedPlacement { heads, tokens: TokenClass::ALL }),
+        }
+    }
 }
 
 /// What one rank holds: for each item of the spec, by id, its placement, or `None` where the rank doesn't own it.
@@ -169,13 +226,31 @@ pub fn split_heads(heads: u32, tp: u32, rank: u32) -> HeadRange {
     HeadRange { start: u32::try_from(start).unwrap_or(u32::MAX), end: u32::try_from(end).unwrap_or(u32::MAX) }
 }
 
-/// How an item is spread over tensor-parallel ranks.
+/// How the heads of a paged item, or the units of a state's part, are spread over tensor-parallel ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum HeadRule {
     /// [`split_heads`]; a single head (an MLA latent) is thereby on every rank.
     Split,
-    /// All heads on every rank.
+    /// All of them on every rank.
     Whole,
+    /// [`split_heads`] over blocks of so many, which stay together: the channels of one head, say. It divides their number.
+    Blocks(u32),
+}
+
+impl HeadRule {
+    /// What rank `rank` of `tp` holds of `total`, or `None` where blocks don't divide them.
+    #[must_use]
+    pub fn of(self, total: u32, tp: u32, rank: u32) -> Option<HeadRange> {
+        match self {
+            Self::Split => Some(split_heads(total, tp, rank)),
+            Self::Whole => Some(split_heads(total, 1, 0)),
+            Self::Blocks(size) => {
+                let blocks = total.checked_div(size).filter(|b| b.checked_mul(size) == Some(total))?;
+                let range = split_heads(blocks, tp, rank);
+                HeadRange::new(range.start * size, range.end * size)
+            }
+        }
+    }
 }
 
 /// What prefill context parallelism does to the cache.
@@ -256,6 +331,16 @@ pub enum ParallelismError {
         /// Items of the model.
         items: usize,
     },
+    /// A rule's blocks don't divide what they are made of.
+    #[error("item {item}: {rule:?} does not divide its {total} heads or units")]
+    Blocks {
+        /// The item.
+        item: Name,
+        /// The rule.
+        rule: HeadRule,
+        /// Heads of the item, or units of the part.
+        total: u32,
+    },
     /// A stage lists an item twice.
     #[error("stage {stage} lists item {item} twice")]
     RepeatedItem {
@@ -303,7 +388,8 @@ impl Parallelism {
         RankCoordinates { tp: rank.get() % tp, pcp: rank.get() / tp % pcp, pp: rank.get() / tp / pcp }
     }
 
-    /// Every rank's placement.
+    /// Every rank's placement. `rule` is asked for every paged item, with 0, and for every part of a state item, with its index.
+    /// States hold all tokens: every context-parallel rank has a copy.
     ///
     /// # Errors
     /// All faults of the sizes and stages. Whether the ranks together hold everything is not asked here: a
@@ -311,7 +397,7 @@ impl Parallelism {
     pub fn place(
         &self,
         spec: &ModelSpec,
-        rule: impl Fn(&Item) -> HeadRule,
+        rule: impl Fn(&Item, usize) -> HeadRule,
     ) -> Result<Vec<RankPlacement>, Vec<ParallelismError>> {
         self.check(spec)?;
         let mut ranks = Vec::new();
@@ -322,12 +408,16 @@ impl Parallelism {
                     let mut placement: RankPlacement = vec![None; spec.items().len()];
                     for &id in stage {
                         let Some(item) = spec.get(id) else { continue };
-                        let all = item.as_paged().heads;
-                        let heads = match rule(item) {
-                            HeadRule::Split => split_heads(all, self.tp, tp),
-                            HeadRule::Whole => split_heads(all, 1, 0),
+                        let range = |(axis, total)| {
+                            let faulty =
+                                || ParallelismError::Blocks { item: item.name.clone(), rule: rule(item, axis), total };
+                            rule(item, axis).of(total, self.tp, tp).ok_or_else(|| vec![faulty()])
                         };
-                        placement[id.index()] = Some(Placement { heads, tokens });
+                        let parts = item.axes().enumerate().map(range).collect::<Result<Vec<HeadRange>, _>>()?;
+                        placement[id.index()] = match (&item.kind, parts.first()) {
+                            (ItemKind::Paged(_), Some(&heads)) => Some(Placement::paged(heads, tokens)),
+                            _ => Some(Placement::state(parts)),
+                        };
                     }
                     ranks.push(placement);
                 }

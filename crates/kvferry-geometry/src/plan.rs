@@ -1,9 +1,11 @@
 //! Which bytes one destination rank reads from one source rank, for every request at once.
 //!
 //! Items with equal placement and equal layout on both sides form an [`ItemClass`]: 80 layers are normally one. A class
-//! is planned for one *period* of the token axis, the least common multiple of what a block covers on both sides. A
-//! [`Phase`] is a set of tokens of that period with one block on each side; its loops are collapsed to the longest runs
-//! that both layouts allow. [`PairPlan::resolve`] then multiplies phases by a request's block tables.
+//! is planned for one *period* of the entry axis, the least common multiple of what a block covers on both sides. A
+//! [`Phase`] is a set of entries of that period with one block on each side; its loops are collapsed to the longest runs
+//! that both layouts allow. [`PairPlan::resolve`] then multiplies phases by a request's block tables. An entry stands for one
+//! token, or for several in compressed caches; values that cover several entries (the scales of a block) form a class
+//! of their own with so much longer entries. A state is a block of one entry whose parts are loops over rows and units.
 //!
 //! The size of a plan is O(classes × phases + items), never O(blocks). Where a class's period would bring a
 //! plan to more than [`MAX_PHASES`], none are kept for it and `resolve` walks the request's tokens instead, with the same kind
@@ -18,15 +20,16 @@ use alloc::vec::Vec;
 use crate::batch::{Base, Side};
 use crate::compat::Compatible;
 use crate::digest::Digest;
-use crate::layout::PagedView;
+use crate::layout::View;
 use crate::manifest::{Manifest, RankManifest};
-use crate::peers::{PeerMap, Share};
+use crate::peers::PeerMap;
 use crate::placement::{HeadRange, Placement};
-use crate::spec::PagedItem;
+use crate::spec::{Item, MAX_COMPONENTS, Retention};
 use crate::token_set::{TokenSet, lcm};
-use crate::units::{GroupId, ItemId, RankId, Tokens};
+use crate::units::{GroupId, ItemId, Name, RankId, TokenRange, Tokens};
 
 mod linear;
+mod members;
 mod nest;
 mod resolve;
 mod side;
@@ -39,7 +42,7 @@ pub use walk::Phase;
 
 /// The most token runs that one plan keeps phases for, over all its classes.
 pub const MAX_PHASES: usize = 2048;
-/// The longest period that is planned ahead, in tokens.
+/// The longest period that is planned ahead, in entries.
 const MAX_PLANNED_PERIOD: u64 = 1 << 22;
 
 /// No plan for a pair of ranks.
@@ -82,21 +85,37 @@ pub enum PlanError {
     },
 }
 
+/// What of a class's items moves along an axis: the heads of paged items, or the units of one part of states.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AxisShare {
+    /// The part, of states.
+    pub part: Option<Name>,
+    /// The heads or units.
+    pub heads: HeadRange,
+}
+
 /// Items of a rank pair that differ only in where they start.
 #[derive(Clone, Debug)]
 pub struct ItemClass {
     items: Vec<ItemId>,
     groups: (GroupId, GroupId),
-    heads: HeadRange,
+    /// `None` for states.
+    retention: Option<Retention>,
+    shares: Vec<AxisShare>,
+    /// Tokens of an entry; for states an entry is a slot, and this is 1.
+    entry_tokens: u64,
+    /// Whether an entry is a value for several entries of the cache, which moves when any of its tokens does.
+    is_value: bool,
+    /// In entries, as all that follows.
     tokens: TokenSet,
     src: SideGeometry,
     dst: SideGeometry,
     cells: Vec<Cell>,
     bases: Arc<[Base]>,
-    /// Tokens of a period, or `None` where the request's tokens are walked.
+    /// Entries of a period, or `None` where the request's entries are walked.
     period: Option<u64>,
     phases: Vec<CompiledPhase>,
-    /// Set where tokens lie end to end on both sides.
+    /// Set where entries lie end to end on both sides.
     linear: Option<Linear>,
 }
 
@@ -107,10 +126,10 @@ impl ItemClass {
         &self.items
     }
 
-    /// The heads that move.
+    /// What moves of them: one share for paged items, one for each part of states.
     #[must_use]
-    pub fn heads(&self) -> HeadRange {
-        self.heads
+    pub fn shares(&self) -> &[AxisShare] {
+        &self.shares
     }
 
     /// The groups whose tables are used: (source's, destination's).
@@ -119,10 +138,22 @@ impl ItemClass {
         self.groups
     }
 
-    /// The period of the token axis, or `None` where there are too many phases to keep.
+    /// Which tokens the items keep; `None` for states.
     #[must_use]
-    pub fn period(&self) -> Option<Tokens> {
-        self.period.map(Tokens::new)
+    pub fn retention(&self) -> Option<Retention> {
+        self.retention
+    }
+
+    /// Tokens that one entry stands for; 1 for states, whose entries are slots.
+    #[must_use]
+    pub fn entry_tokens(&self) -> Tokens {
+        Tokens::new(self.entry_tokens)
+    }
+
+    /// Entries after which phases repeat, or `None` where there are too many phases to keep.
+    #[must_use]
+    pub fn period(&self) -> Option<u64> {
+        self.period
     }
 
     /// The phases of one period; empty without one.
@@ -130,11 +161,10 @@ impl ItemClass {
         self.phases.iter().map(|p| &p.phase)
     }
 
-    /// Bytes of one token over all items of the class.
+    /// Bytes of one entry over all items of the class.
     #[must_use]
-    pub fn bytes_per_token(&self) -> u64 {
-        let of_cell = |c: &Cell| c.run * c.count;
-        self.items.len() as u64 * u64::from(self.heads.count()) * self.cells.iter().map(of_cell).sum::<u64>()
+    pub fn bytes_per_entry(&self) -> u64 {
+        self.items.len() as u64 * self.cells.iter().map(Cell::bytes).sum::<u64>()
     }
 }
 
@@ -161,35 +191,33 @@ impl PairPlan {
         known(Side::Src, c.src(), src)?;
         known(Side::Dst, c.dst(), dst)?;
         let mut classes = Vec::new();
-        if let Some(pair) = peers.pair(src, dst) {
-            for share in &pair.shares {
-                let items = &peers.item_sets[share.items];
-                let sources: Vec<ItemId> = items.iter().map(|&i| c.src_item(i)).collect();
-                let from = Place { manifest: c.src(), rank: src, items: &sources };
-                let to = Place { manifest: c.dst(), rank: dst, items };
-                classes_of(from, to, share, &mut classes).ok_or(PlanError::NotPlaced { src, dst })?;
-            }
+        for wanted in peers.pair(src, dst).map(|pair| members::wanted(peers, pair)).unwrap_or_default() {
+            let sources: Option<Vec<ItemId>> = wanted.items.iter().map(|&i| c.src_item(i)).collect();
+            let sources = sources.ok_or(PlanError::NotPlaced { src, dst })?;
+            let from = Place { manifest: c.src(), rank: src, items: &sources };
+            let to = Place { manifest: c.dst(), rank: dst, items: &wanted.items };
+            members::classes_of(from, to, &wanted, &mut classes).ok_or(PlanError::NotPlaced { src, dst })?;
         }
         Ok(Self { src, dst, of: c.digests(), classes })
     }
 
-    /// The plan that pairs a rank's places with themselves: a one-sided list of places, for zeroing.
+    /// The plan that pairs a rank's paged items with themselves: a one-sided list of places, for zeroing.
     pub(crate) fn of_rank(manifest: &Manifest, rank: RankId) -> Result<Self, PlanError> {
         let placed = &known(Side::Dst, manifest, rank)?.placement;
         let mut classes = Vec::new();
-        let mut shares: Vec<(Placement, Vec<ItemId>)> = Vec::new();
+        let mut all: Vec<members::Wanted> = Vec::new();
         for (id, p) in (0u32..).map(ItemId::new).zip(placed) {
-            let Some(p) = p else { continue };
-            match shares.iter_mut().find(|s| s.0 == *p) {
-                Some(s) => s.1.push(id),
-                None => shares.push((*p, vec![id])),
+            let Some(Placement::Paged(p)) = p else { continue };
+            let share = (0, p.heads, TokenSet::of_class(p.tokens, p.tokens.period()));
+            match all.iter_mut().find(|w| w.shares[..] == [share.clone()]) {
+                Some(w) => w.items.push(id),
+                None => all.push(members::Wanted { items: vec![id], shares: vec![share] }),
             }
         }
-        for (p, items) in &shares {
-            let tokens = TokenSet::of_class(p.tokens, p.tokens.period());
-            let share = Share { items: 0, heads: p.heads, tokens };
-            let place = Place { manifest, rank, items };
-            classes_of(place, place, &share, &mut classes).ok_or(PlanError::NotPlaced { src: rank, dst: rank })?;
+        for wanted in &all {
+            let place = Place { manifest, rank, items: &wanted.items };
+            members::classes_of(place, place, wanted, &mut classes)
+                .ok_or(PlanError::NotPlaced { src: rank, dst: rank })?;
         }
         Ok(Self { src: rank, dst: rank, of: (manifest.digest(), manifest.digest()), classes })
     }
@@ -226,92 +254,28 @@ struct Place<'a> {
     items: &'a [ItemId],
 }
 
+/// One item of a place.
+#[derive(Clone, Copy)]
+struct Placed<'a> {
+    item: &'a Item,
+    placement: &'a Placement,
+    view: &'a View,
+    group: GroupId,
+}
+
 impl<'a> Place<'a> {
-    fn get(&self, index: usize) -> Option<(&'a PagedItem, &'a Placement, &'a PagedView, GroupId)> {
+    fn get(&self, index: usize) -> Option<Placed<'a>> {
         let id = *self.items.get(index)?;
         let rank = self.manifest.rank(self.rank)?;
-        let item = self.manifest.spec().get(id)?.as_paged();
+        let item = self.manifest.spec().get(id)?;
         let placement = rank.placement.get(id.index())?.as_ref()?;
         let view = rank.layout.views.get(id.index())?.as_ref()?;
-        Some((item, placement, view, self.manifest.group_of(id)))
+        Some(Placed { item, placement, view, group: self.manifest.group_of(id) })
     }
-}
-
-/// Splits the items of a share into classes and plans each; `None` where an item isn't placed on both ranks.
-fn classes_of(src: Place<'_>, dst: Place<'_>, share: &Share, out: &mut Vec<ItemClass>) -> Option<()> {
-    let mut members: Vec<((Placed<'_>, Placed<'_>), Vec<usize>)> = Vec::new();
-    let mut last = 0;
-    for index in 0..dst.items.len() {
-        let (s, d) = (src.get(index)?, dst.get(index)?);
-        let alike = |m: &((Placed<'_>, Placed<'_>), Vec<usize>)| same(m.0.0, s) && same(m.0.1, d);
-        // Items mostly come in runs of one class.
-        if !members.get(last).is_some_and(alike) {
-            last = members.iter().position(alike).unwrap_or(members.len());
-        }
-        match members.get_mut(last) {
-            Some(m) => m.1.push(index),
-            None => members.push(((s, d), vec![index])),
-        }
-    }
-    for (_, indices) in members {
-        let mut class = plan_class(src, dst, &indices, share)?;
-        let kept: usize = out.iter().map(|c| c.phases.len()).sum();
-        class.compile(MAX_PHASES.saturating_sub(kept));
-        out.push(class);
-    }
-    Some(())
-}
-
-type Placed<'a> = (&'a PagedItem, &'a Placement, &'a PagedView, GroupId);
-
-/// Whether two items of a rank differ in nothing but where they start.
-fn same((a, _, v, g): Placed<'_>, (b, _, w, h): Placed<'_>) -> bool {
-    g == h
-        && v.block_stride == w.block_stride
-        && v.block_size == w.block_size
-        && v.kernel == w.kernel
-        && v.components == w.components
-        && a.components.len() == b.components.len()
-        && a.components.iter().zip(&b.components).all(|(c, d)| c.width == d.width)
-}
-
-fn plan_class(src: Place<'_>, dst: Place<'_>, indices: &[usize], share: &Share) -> Option<ItemClass> {
-    let first = *indices.first()?;
-    let (s, d) = (src.get(first)?, dst.get(first)?);
-    let src_side = SideGeometry::new(s.2, s.1);
-    let dst_side = SideGeometry::new(d.2, d.1);
-    let cells = nest::cells(d.0, (s.2, s.1), (d.2, d.1), share.heads)?;
-    let bases: Option<Vec<Base>> = indices
-        .iter()
-        .map(|&i| {
-            let (v, w) = (src.get(i)?.2, dst.get(i)?.2);
-            Some(Base {
-                src_region: v.region,
-                dst_region: w.region,
-                src_offset: v.offset.get(),
-                dst_offset: w.offset.get(),
-            })
-        })
-        .collect();
-    let mut class = ItemClass {
-        items: indices.iter().map(|&i| dst.items[i]).collect(),
-        groups: (s.3, d.3),
-        heads: share.heads,
-        tokens: share.tokens.clone(),
-        src: src_side,
-        dst: dst_side,
-        cells,
-        bases: bases?.into(),
-        period: None,
-        phases: Vec::new(),
-        linear: None,
-    };
-    class.linear = Linear::of(&class, s.2, d.2);
-    Some(class)
 }
 
 impl ItemClass {
-    /// Keeps the phases of one period where it has at most `most` token runs.
+    /// Keeps the phases of one period where it has at most `most` runs of entries.
     fn compile(&mut self, most: usize) {
         let whole = if self.tokens.is_all() { 1 } else { self.tokens.period };
         let period = lcm(self.src.block_tokens, self.dst.block_tokens).and_then(|l| lcm(l, whole));
@@ -322,5 +286,24 @@ impl ItemClass {
             self.phases = phases.into_iter().map(|phase| CompiledPhase::new(self, phase)).collect();
             self.period = Some(period);
         }
+    }
+
+    /// What the class's phases weigh against [`MAX_PHASES`].
+    fn kept(&self) -> usize {
+        self.phases.len() * self.cells.len().div_ceil(MAX_COMPONENTS)
+    }
+
+    /// The entries of a stretch of tokens that move.
+    fn entries(&self, range: TokenRange) -> (u64, u64) {
+        let (start, end) = (range.start().get(), range.end().get());
+        let t = self.entry_tokens;
+        (start / t, if self.is_value { end.div_ceil(t) } else { end / t })
+    }
+
+    /// The entries of a stretch of tokens that are zeroed: those behind what moved.
+    fn entries_behind(&self, range: TokenRange) -> (u64, u64) {
+        let (start, end) = (range.start().get(), range.end().get());
+        let t = self.entry_tokens;
+        (if self.is_value { start.div_ceil(t) } else { start / t }, end / t)
     }
 }

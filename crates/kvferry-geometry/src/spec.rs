@@ -4,14 +4,15 @@
 //! of items and components; [`compat`](crate::compat) compares them by name.
 //!
 //! ```
-//! use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
-//! let kv = PagedItem {
-//!     heads: 8,
-//!     components: vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")],
-//!     retention: Retention::Full,
+//! use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, StateItem, StatePart};
+//! let kv = PagedItem::new(8, vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")]);
+//! // The convolution state of 64 channels, 3 rows of 2 bytes, and 8 heads' recurrent state.
+//! let state = StateItem {
+//!     parts: vec![StatePart::new("conv.x", 64, 3, 2, "bf16"), StatePart::new("temporal", 8, 1, 4096, "fp32")],
 //! };
-//! let spec = ModelSpec::new(vec![Item::paged("model.layers.0.self_attn.attn", kv)])?;
+//! let spec = ModelSpec::new(vec![Item::paged("layers.0.attn", kv), Item::state("layers.1.mixer", state)])?;
 //! assert_eq!(spec.bytes_per_token().get(), 4096);
+//! assert_eq!(spec.bytes_per_state().get(), 64 * 3 * 2 + 8 * 4096);
 //! # Ok::<(), kvferry_geometry::spec::SpecErrors>(())
 //! ```
 
@@ -31,26 +32,61 @@ pub const MAX_HEADS: u32 = 1 << 16;
 /// The widest component, in bytes for each (token, head).
 pub const MAX_WIDTH: u64 = 1 << 24;
 
+/// The most parts a state item can have.
+pub const MAX_PARTS: usize = 16;
+/// The most rows a state part can have.
+pub const MAX_ROWS: u32 = 1 << 10;
+/// The most tokens that an entry, and the most entries that a value, can cover.
+pub const MAX_SPAN: u32 = 1 << 16;
+
 /// How a component's bytes are to be read: data type, packing, source of scales. An opaque tag: equal tags mean equal
 /// bytes for equal values. kvferry never converts.
 pub type Encoding = Name;
 
-/// One kind of bytes that an item keeps for each token and head: K, V, an MLA latent, ...
+/// For how many heads one value of a component stands.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum ValueHeads {
+    /// One value for each head.
+    #[default]
+    Each,
+    /// One value for all heads that a rank holds (a scale for a whole block). Such a value is that of its heads together, so
+    /// it moves only between engines that cut the heads alike.
+    Shared,
+}
+
+/// One kind of bytes that a paged item keeps: K, V, an MLA latent, the scales of K, ...
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Component {
     /// Unique in the item.
     pub name: Name,
-    /// Bytes for each (token, head).
+    /// Bytes of one value.
     pub width: Bytes,
     /// How the bytes are to be read.
     pub encoding: Encoding,
+    /// Entries that one value covers, at least 1: more for the scale of a whole block, say. Every block size must be a multiple.
+    pub span: u32,
+    /// Heads that one value covers.
+    pub heads: ValueHeads,
 }
 
 impl Component {
-    /// A component of `width` bytes for each (token, head).
+    /// A component with a value of `width` bytes for each (entry, head).
     #[must_use]
     pub fn new(name: &str, width: u64, encoding: &str) -> Self {
-        Self { name: name.into(), width: Bytes::new(width), encoding: encoding.into() }
+        let (name, encoding) = (name.into(), encoding.into());
+        Self { name, width: Bytes::new(width), encoding, span: 1, heads: ValueHeads::Each }
+    }
+
+    /// The same with one value for every `span` entries.
+    #[must_use]
+    pub fn with_span(self, span: u32) -> Self {
+        Self { span, ..self }
+    }
+
+    /// The same with one value for all heads of a rank.
+    #[must_use]
+    pub fn shared(self) -> Self {
+        Self { heads: ValueHeads::Shared, ..self }
     }
 }
 
@@ -64,12 +100,15 @@ pub enum Retention {
     Window(Tokens),
     /// Chunked: the token at position `n` reads its own chunk of `C` tokens, from `n - n mod C`.
     Chunk(Tokens),
+    /// Ring: the last `R` tokens, kept in a ring of `R` places: token `t` in place `t mod R`. A block table lists the ring's
+    /// blocks; `R` is a multiple of what one covers.
+    Ring(Tokens),
 }
 
 impl Retention {
-    /// The tokens of `[0, n)` that the next token, at position `n`, reads.
+    /// The tokens of `[0, n)` that are still read at position `n`.
     ///
-    /// Full: `[0, n)`. Window W: `[max(0, n - W + 1), n)`. Chunk C: `[n - n mod C, n)`.
+    /// Full: `[0, n)`. Window W: `[max(0, n - W + 1), n)`. Chunk C: `[n - n mod C, n)`. Ring R: `[max(0, n - R), n)`.
     #[must_use]
     pub fn needed(self, n: Tokens) -> TokenRange {
         let len = n.get();
@@ -77,6 +116,7 @@ impl Retention {
             Self::Full => 0,
             Self::Window(w) => len.saturating_sub(w.get().saturating_sub(1)),
             Self::Chunk(c) => len - len.checked_rem(c.get()).unwrap_or(0),
+            Self::Ring(r) => len.saturating_sub(r.get()),
         };
         TokenRange::new(Tokens::new(start), n)
     }
@@ -88,15 +128,19 @@ impl fmt::Display for Retention {
             Self::Full => f.write_str("full"),
             Self::Window(w) => write!(f, "window {}", w.get()),
             Self::Chunk(c) => write!(f, "chunk {}", c.get()),
+            Self::Ring(r) => write!(f, "ring {}", r.get()),
         }
     }
 }
 
-/// An attention-like item: bytes at (token, head, component).
+/// An attention-like item: bytes at (entry, head, component).
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct PagedItem {
     /// KV heads of the whole model, before any sharding; 1 for an MLA latent.
     pub heads: u32,
+    /// Tokens of the sequence that one entry stands for, at least 1: more in compressed caches. An entry exists when all its
+    /// tokens do.
+    pub tokens_per_entry: u32,
     /// At least one; names unique.
     pub components: Vec<Component>,
     /// Which tokens stay readable.
@@ -104,19 +148,64 @@ pub struct PagedItem {
 }
 
 impl PagedItem {
-    /// Bytes for one token over all heads and components.
+    /// An item with an entry for each token, all of which stay readable.
     #[must_use]
-    pub fn bytes_per_token(&self) -> u64 {
-        u64::from(self.heads) * self.components.iter().map(|c| c.width.get()).sum::<u64>()
+    pub fn new(heads: u32, components: Vec<Component>) -> Self {
+        Self { heads, tokens_per_entry: 1, components, retention: Retention::Full }
     }
+
+    /// Tokens that one value of a component covers.
+    #[must_use]
+    pub fn tokens_per_value(&self, component: &Component) -> u64 {
+        u64::from(self.tokens_per_entry).max(1) * u64::from(component.span).max(1)
+    }
+}
+
+/// One part of a recurrent state: bytes at (row, unit).
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct StatePart {
+    /// Unique in the item.
+    pub name: Name,
+    /// Units of the whole model, before any sharding: channels of a convolution state, heads of a recurrent state.
+    pub units: u32,
+    /// Rows: the tokens that a convolution looks back on; 1 for a recurrent state.
+    pub rows: u32,
+    /// Bytes for each (row, unit).
+    pub width: Bytes,
+    /// How the bytes are to be read.
+    pub encoding: Encoding,
+}
+
+impl StatePart {
+    /// A part of `units` times `rows` of `width` bytes.
+    #[must_use]
+    pub fn new(name: &str, units: u32, rows: u32, width: u64, encoding: &str) -> Self {
+        Self { name: name.into(), units, rows, width: Bytes::new(width), encoding: encoding.into() }
+    }
+
+    /// Bytes of all rows and units.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.units).saturating_mul(u64::from(self.rows)).saturating_mul(self.width.get())
+    }
+}
+
+/// A recurrent state (Mamba, gated delta net, KDA, short convolution): one set of bytes for a sequence, which stands for all
+/// tokens up to its position. Every part is sharded over its units on its own.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct StateItem {
+    /// At least one; names unique.
+    pub parts: Vec<StatePart>,
 }
 
 /// What kind of cache an item is.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum ItemKind {
-    /// Bytes at (token, head, component), in blocks.
+    /// Bytes at (entry, head, component), in blocks.
     Paged(PagedItem),
+    /// Bytes at (part, row, unit), in slots.
+    State(StateItem),
 }
 
 /// A named cache.
@@ -135,12 +224,34 @@ impl Item {
         Self { name: name.into(), kind: ItemKind::Paged(item) }
     }
 
-    /// The paged description.
+    /// A state item.
     #[must_use]
-    pub fn as_paged(&self) -> &PagedItem {
+    pub fn state(name: &str, item: StateItem) -> Self {
+        Self { name: name.into(), kind: ItemKind::State(item) }
+    }
+
+    /// The paged description, of a paged item.
+    #[must_use]
+    pub fn as_paged(&self) -> Option<&PagedItem> {
         match &self.kind {
-            ItemKind::Paged(p) => p,
+            ItemKind::Paged(p) => Some(p),
+            ItemKind::State(_) => None,
         }
+    }
+
+    /// The state's description, of a state item.
+    #[must_use]
+    pub fn as_state(&self) -> Option<&StateItem> {
+        match &self.kind {
+            ItemKind::Paged(_) => None,
+            ItemKind::State(s) => Some(s),
+        }
+    }
+
+    /// The axes that are sharded: the heads of a paged item, the units of every part of a state.
+    pub(crate) fn axes(&self) -> impl Iterator<Item = u32> {
+        let (paged, state) = (self.as_paged(), self.as_state());
+        paged.map(|p| p.heads).into_iter().chain(state.into_iter().flat_map(|s| s.parts.iter().map(|p| p.units)))
     }
 }
 
@@ -165,22 +276,22 @@ pub enum SpecError {
         /// The name.
         item: Name,
     },
-    /// No component.
-    #[error("item {item}: no component or more than {limit}: it has {got}")]
+    /// No component or part, or too many.
+    #[error("item {item}: it has {got} components or parts; it must have 1 to {limit}")]
     ComponentCount {
         /// The item.
         item: Name,
-        /// Components listed.
+        /// How many are listed.
         got: usize,
         /// The limit.
         limit: usize,
     },
-    /// A component name stands twice in one item.
-    #[error("item {item}: component {component} is listed twice")]
+    /// A component or part name stands twice in one item.
+    #[error("item {item}: component or part {component} is listed twice")]
     DuplicateComponent {
         /// The item.
         item: Name,
-        /// The component.
+        /// Its name.
         component: Name,
     },
     /// A number outside its range.
@@ -271,36 +382,67 @@ impl ModelSpec {
         self.by_name.get(name).copied()
     }
 
-    /// Bytes of one token over all items, heads and components, counted once whatever the parallelism.
+    /// Bytes of one token over all paged items, heads and components, counted once whatever the parallelism. Values that cover
+    /// several tokens count by their share, rounded up; one that all heads of a rank share counts once.
     #[must_use]
     pub fn bytes_per_token(&self) -> Bytes {
-        Bytes::new(self.items.iter().map(|i| i.as_paged().bytes_per_token()).sum())
+        let mut by_tokens: BTreeMap<u64, u64> = BTreeMap::new();
+        for paged in self.items.iter().filter_map(Item::as_paged) {
+            for c in &paged.components {
+                let heads = if c.heads == ValueHeads::Shared { 1 } else { u64::from(paged.heads) };
+                *by_tokens.entry(paged.tokens_per_value(c)).or_default() += heads * c.width.get();
+            }
+        }
+        Bytes::new(by_tokens.into_iter().map(|(tokens, bytes)| bytes.div_ceil(tokens)).sum())
+    }
+
+    /// Bytes of one checkpoint of all state items.
+    #[must_use]
+    pub fn bytes_per_state(&self) -> Bytes {
+        let parts = self.items.iter().filter_map(Item::as_state).flat_map(|s| &s.parts);
+        Bytes::new(parts.map(StatePart::bytes).fold(0, u64::saturating_add))
     }
 }
 
 fn check_item(item: &Item, errors: &mut Vec<SpecError>) {
-    let paged = item.as_paged();
     let mut range = |what, got: u64, limit: u64| {
         if got == 0 || got > limit {
             errors.push(SpecError::OutOfRange { item: item.name.clone(), what, got, limit });
         }
     };
-    range("heads", u64::from(paged.heads), u64::from(MAX_HEADS));
-    match paged.retention {
-        Retention::Full => {}
-        Retention::Window(t) => range("window", t.get(), u64::from(u32::MAX)),
-        Retention::Chunk(t) => range("chunk", t.get(), u64::from(u32::MAX)),
+    let (names, limit): (Vec<&Name>, usize) = match &item.kind {
+        ItemKind::Paged(paged) => {
+            range("heads", u64::from(paged.heads), u64::from(MAX_HEADS));
+            range("tokens per entry", u64::from(paged.tokens_per_entry), u64::from(MAX_SPAN));
+            match paged.retention {
+                Retention::Full => {}
+                Retention::Window(t) => range("window", t.get(), u64::from(u32::MAX)),
+                Retention::Chunk(t) => range("chunk", t.get(), u64::from(u32::MAX)),
+                Retention::Ring(t) => range("ring", t.get(), u64::from(u32::MAX)),
+            }
+            for c in &paged.components {
+                range("component width", c.width.get(), MAX_WIDTH);
+                range("component span", u64::from(c.span), u64::from(MAX_SPAN));
+            }
+            (paged.components.iter().map(|c| &c.name).collect(), MAX_COMPONENTS)
+        }
+        ItemKind::State(state) => {
+            for p in &state.parts {
+                range("units", u64::from(p.units), u64::from(MAX_HEADS));
+                range("rows", u64::from(p.rows), u64::from(MAX_ROWS));
+                range("part width", p.width.get(), MAX_WIDTH);
+            }
+            (state.parts.iter().map(|p| &p.name).collect(), MAX_PARTS)
+        }
+    };
+    let got = names.len();
+    if got == 0 || got > limit {
+        errors.push(SpecError::ComponentCount { item: item.name.clone(), got, limit });
+        return;
     }
-    for c in &paged.components {
-        range("component width", c.width.get(), MAX_WIDTH);
-    }
-    let count = paged.components.len();
-    if count == 0 || count > MAX_COMPONENTS {
-        errors.push(SpecError::ComponentCount { item: item.name.clone(), got: count, limit: MAX_COMPONENTS });
-    }
-    for (i, c) in paged.components.iter().enumerate() {
-        if paged.components[..i].iter().any(|o| o.name == c.name) {
-            errors.push(SpecError::DuplicateComponent { item: item.name.clone(), component: c.name.clone() });
+    for (i, &name) in names.iter().enumerate() {
+        if names[..i].contains(&name) {
+            errors.push(SpecError::DuplicateComponent { item: item.name.clone(), component: name.clone() });
         }
     }
 }
@@ -309,11 +451,20 @@ fn check_item(item: &Item, errors: &mut Vec<SpecError>) {
 #[must_use]
 pub(crate) fn describe(item: &Item) -> String {
     use core::fmt::Write as _;
-    let p = item.as_paged();
     let mut out = String::new();
-    let _ = write!(out, "{} heads, {}", p.heads, p.retention);
-    for c in &p.components {
-        let _ = write!(out, ", {} {} {}", c.name, c.width, c.encoding);
+    match &item.kind {
+        ItemKind::Paged(p) => {
+            let _ = write!(out, "{} heads, {}", p.heads, p.retention);
+            for c in &p.components {
+                let _ = write!(out, ", {} {} {}", c.name, c.width, c.encoding);
+            }
+        }
+        ItemKind::State(s) => {
+            let _ = write!(out, "state");
+            for p in &s.parts {
+                let _ = write!(out, ", {} {} x {} x {} {}", p.name, p.rows, p.units, p.width, p.encoding);
+            }
+        }
     }
     out
 }

@@ -27,6 +27,16 @@ impl TokenSet {
         Self { period, intervals }
     }
 
+    /// The same set counted in entries of so many tokens; `None` where an interval cuts an entry.
+    pub(crate) fn in_entries(&self, tokens: u64) -> Option<Self> {
+        if self.is_all() {
+            return Some(Self { period: 1, intervals: vec![(0, 1)] });
+        }
+        let whole = |n: u64| n.is_multiple_of(tokens).then(|| n / tokens);
+        let intervals = self.intervals.iter().map(|&(a, b)| Some((whole(a)?, whole(b)?))).collect::<Option<_>>()?;
+        Some(Self { period: whole(self.period)?, intervals })
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.intervals.is_empty()
     }

@@ -13,8 +13,8 @@ use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, RankId, TokenRange, Tokens};
 
 thread_local! {
@@ -49,11 +49,7 @@ fn counted<T>(f: impl FnOnce() -> T) -> (T, u64) {
 }
 
 fn manifest(tp: u32, block: u32, style: LayoutStyle) -> Arc<Manifest> {
-    let kv = PagedItem {
-        heads: 8,
-        components: vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")],
-        retention: Retention::Full,
-    };
+    let kv = PagedItem::new(8, vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")]);
     let spec = ModelSpec::new((0..80).map(|i| Item::paged(&format!("layers.{i}"), kv.clone())).collect()).unwrap();
     let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
     let group = CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(block.into()) };
@@ -61,7 +57,7 @@ fn manifest(tp: u32, block: u32, style: LayoutStyle) -> Arc<Manifest> {
         let layout = style.build(&spec, &placement, &[(&ids, block, 1 << 17)]).unwrap();
         RankManifest { placement, layout }
     };
-    let placements = Parallelism::tensor(&spec, tp).place(&spec, |_| HeadRule::Split).unwrap();
+    let placements = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).unwrap();
     let ranks = placements.into_iter().map(rank).collect();
     Arc::new(Manifest::new(spec.clone(), vec![group], ranks).unwrap())
 }
@@ -88,8 +84,8 @@ fn allocations_do_not_grow_with_blocks() {
             let held = TokenRange::new(Tokens::ZERO, Tokens::new(tokens));
             let request = Request {
                 tokens: Tokens::new(tokens),
-                src: vec![SrcGroup { table: scattered(77_777, block(c.src())), held, tail: Tail::Exact }],
-                dst: vec![DstGroup { table: scattered(31_415, block(c.dst())), cached: Tokens::ZERO }],
+                src: vec![SrcPaged { table: scattered(77_777, block(c.src())), held, tail: Tail::Exact }.into()],
+                dst: vec![DstPaged { table: scattered(31_415, block(c.dst())), cached: Tokens::ZERO }.into()],
             };
             let bound = BoundRequest::new(&c, request).unwrap();
             let (batch, resolving) = counted(|| plan.resolve(&bound).unwrap());

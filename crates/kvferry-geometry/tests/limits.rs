@@ -6,14 +6,14 @@ use std::sync::Arc;
 use kvferry_geometry::batch::Descriptor;
 use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::layout::{
-    CacheLayout, ComponentView, KernelBlock, LayoutError, LayoutStyle, MemoryKind, PagedView, Region,
+    CacheLayout, ComponentView, KernelBlock, LayoutError, LayoutStyle, MemoryKind, PagedView, Region, View,
 };
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, RankManifest};
 use kvferry_geometry::peers::{PeerError, PeerMap};
 use kvferry_geometry::placement::{HeadRange, Placement, TokenClass};
 use kvferry_geometry::plan::{PairPlan, PlanError};
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, RequestError, SrcGroup, Tail};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, RequestError, SrcPaged, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, Bytes, ItemId, RankId, RegionId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 
@@ -27,18 +27,14 @@ fn try_engine(
     placed: &[(HeadRange, TokenClass)],
     block_tokens: u32,
 ) -> Result<Manifest, Vec<ManifestError>> {
-    let of = |heads, width| PagedItem {
-        heads,
-        components: vec![Component::new("kv", width, "u8")],
-        retention: Retention::Full,
-    };
+    let of = |heads, width| PagedItem::new(heads, vec![Component::new("kv", width, "u8")]);
     let items: Vec<Item> = (0..).zip(items).map(|(i, &(h, w))| Item::paged(&format!("item {i}"), of(h, w))).collect();
     let spec = ModelSpec::new(items).unwrap();
     let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
     let group =
         CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(u64::from(block_tokens)) };
     let rank = |&(heads, tokens): &(HeadRange, TokenClass)| {
-        let placement = vec![Some(Placement { heads, tokens }); ids.len()];
+        let placement = vec![Some(Placement::paged(heads, tokens)); ids.len()];
         let layout = LayoutStyle::HND.build(&spec, &placement, &[(&ids, block_tokens / tokens.count(), 8)]).unwrap();
         RankManifest { placement, layout }
     };
@@ -58,8 +54,8 @@ fn request(n: u64, cached: u64, src: BlockTable, dst: BlockTable) -> Request {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(n));
     Request {
         tokens: Tokens::new(n),
-        src: vec![SrcGroup { table: src, held, tail: Tail::Exact }],
-        dst: vec![DstGroup { table: dst, cached: Tokens::new(cached) }],
+        src: vec![SrcPaged { table: src, held, tail: Tail::Exact }.into()],
+        dst: vec![DstPaged { table: dst, cached: Tokens::new(cached) }.into()],
     }
 }
 
@@ -127,29 +123,26 @@ fn work_is_bounded_whatever_is_described() {
 fn proofs_of_overlap_share_one_budget() {
     // Strides that don't nest, so that runs must be listed; each view is cheap enough alone.
     let items = 64;
-    let kind = PagedItem { heads: 2, components: vec![Component::new("kv", 8, "u8")], retention: Retention::Full };
+    let kind = PagedItem::new(2, vec![Component::new("kv", 8, "u8")]);
     let spec = ModelSpec::new((0..items).map(|i| Item::paged(&format!("i{i}"), kind.clone())).collect()).unwrap();
     let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
-    let view = |region| PagedView {
-        region: RegionId::new(region),
-        offset: Bytes::ZERO,
-        block_stride: Bytes::new(16),
-        blocks: 1 << 16,
-        block_size: 1,
-        kernel: KernelBlock { size: 1, stride: Bytes::new(8) },
-        components: vec![ComponentView {
-            name: "kv".into(),
+    let view = |region| {
+        View::Paged(PagedView {
+            region: RegionId::new(region),
             offset: Bytes::ZERO,
-            head_stride: Bytes::new(16 * 100 + 8),
-            entry_stride: Bytes::new(8),
-        }],
+            block_stride: Bytes::new(16),
+            blocks: 1 << 16,
+            block_size: 1,
+            kernel: KernelBlock { size: 1, stride: Bytes::new(8) },
+            components: vec![ComponentView::new("kv".into(), 0, 16 * 100 + 8, 8)],
+        })
     };
     let len = Bytes::new(1 << 24);
     let layout = CacheLayout {
         regions: vec![Region { len, kind: MemoryKind::Host }; items],
         views: (0..u32::try_from(items).unwrap()).map(|i| Some(view(i))).collect(),
     };
-    let placement = vec![Some(Placement { heads: heads(0, 2), tokens: ALL }); items];
+    let placement = vec![Some(Placement::paged(heads(0, 2), ALL)); items];
     assert_eq!(layout.check(&spec, &placement, &[ids[..1].to_vec()]), Ok(()));
     let group = CacheGroup { name: "g".into(), items: ids, block_tokens: Tokens::new(1) };
     let Err(errors) = Manifest::new(spec, vec![group], vec![RankManifest { placement, layout }]) else {
@@ -163,7 +156,7 @@ fn proofs_of_overlap_share_one_budget() {
 
 #[test]
 fn strides_at_their_limits_do_not_overflow() {
-    let kind = PagedItem { heads: 2, components: vec![Component::new("kv", 16, "u8")], retention: Retention::Full };
+    let kind = PagedItem::new(2, vec![Component::new("kv", 16, "u8")]);
     let spec = || ModelSpec::new(vec![Item::paged("i", kind.clone())]).unwrap();
     let build = |block_size: u32, blocks: u32, block_stride: u64, head_stride: u64, len: u64| {
         let view = PagedView {
@@ -173,16 +166,11 @@ fn strides_at_their_limits_do_not_overflow() {
             blocks,
             block_size,
             kernel: KernelBlock { size: block_size, stride: Bytes::new(0) },
-            components: vec![ComponentView {
-                name: "kv".into(),
-                offset: Bytes::ZERO,
-                head_stride: Bytes::new(head_stride),
-                entry_stride: Bytes::new(16),
-            }],
+            components: vec![ComponentView::new("kv".into(), 0, head_stride, 16)],
         };
         let region = Region { len: Bytes::new(len), kind: MemoryKind::Host };
-        let layout = CacheLayout { regions: vec![region], views: vec![Some(view)] };
-        let placement = vec![Some(Placement { heads: heads(0, 2), tokens: ALL })];
+        let layout = CacheLayout { regions: vec![region], views: vec![Some(View::Paged(view))] };
+        let placement = vec![Some(Placement::paged(heads(0, 2), ALL))];
         let group =
             CacheGroup { name: "g".into(), items: vec![ItemId::ZERO], block_tokens: Tokens::new(block_size.into()) };
         Manifest::new(spec(), vec![group], vec![RankManifest { placement, layout }]).map(Arc::new)
@@ -206,15 +194,14 @@ fn strides_at_their_limits_do_not_overflow() {
 /// Items whose tokens repeat after different periods weigh by their bytes, not by their periods.
 #[test]
 fn replicas_are_balanced_by_bytes_whatever_the_periods() {
-    let kind =
-        |width| PagedItem { heads: 1, components: vec![Component::new("kv", width, "u8")], retention: Retention::Full };
+    let kind = |width| PagedItem::new(1, vec![Component::new("kv", width, "u8")]);
     let spec = ModelSpec::new(vec![Item::paged("narrow", kind(8)), Item::paged("wide", kind(512))]).unwrap();
     let (narrow, wide) = (ItemId::new(0), ItemId::new(1));
     let class = |i: u32| TokenClass::new(2, 4096, i % 2).unwrap();
     let make = |placed: Vec<(Option<TokenClass>, bool)>| {
         let groups: [&[ItemId]; 2] = [&[narrow], &[wide]];
         let ranks = placed.into_iter().map(|(n, w)| {
-            let at = |tokens| Placement { heads: heads(0, 1), tokens };
+            let at = |tokens| Placement::paged(heads(0, 1), tokens);
             let placement = vec![n.map(at), w.then(|| at(ALL))];
             let layout =
                 LayoutStyle::HND.build(&spec, &placement, &[(groups[0], 4096, 4), (groups[1], 16, 4)]).unwrap();

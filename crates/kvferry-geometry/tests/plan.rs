@@ -10,8 +10,8 @@ use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 
@@ -26,15 +26,11 @@ struct Engine {
 
 impl Engine {
     fn manifest(&self) -> Arc<Manifest> {
-        let kv = PagedItem {
-            heads: self.heads,
-            components: vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")],
-            retention: Retention::Full,
-        };
+        let kv = PagedItem::new(self.heads, vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")]);
         let items = (0..self.layers).map(|i| Item::paged(&format!("layers.{i}"), kv.clone())).collect();
         let spec = ModelSpec::new(items).unwrap();
         let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
-        let placements = Parallelism::tensor(&spec, self.tp).place(&spec, |_| HeadRule::Split).unwrap();
+        let placements = Parallelism::tensor(&spec, self.tp).place(&spec, |_, _| HeadRule::Split).unwrap();
         let group = CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(self.block.into()) };
         let ranks = placements
             .into_iter()
@@ -54,8 +50,10 @@ fn ids(list: &[u32]) -> BlockTable {
 fn request(n: u64, cached: u64, src: BlockTable, dst: BlockTable) -> Request {
     Request {
         tokens: Tokens::new(n),
-        src: vec![SrcGroup { table: src, held: TokenRange::new(Tokens::ZERO, Tokens::new(n)), tail: Tail::Exact }],
-        dst: vec![DstGroup { table: dst, cached: Tokens::new(cached) }],
+        src: vec![
+            SrcPaged { table: src, held: TokenRange::new(Tokens::ZERO, Tokens::new(n)), tail: Tail::Exact }.into(),
+        ],
+        dst: vec![DstPaged { table: dst, cached: Tokens::new(cached) }.into()],
     }
 }
 

@@ -5,9 +5,10 @@
 
 use alloc::vec::Vec;
 
-use super::PagedView;
-use crate::spec::PagedItem;
-use crate::units::ItemId;
+use super::{ComponentView, PagedView, PartView, StateView, View};
+use crate::placement::{PagedPlacement, Placement, StatePlacement};
+use crate::spec::{Item, ItemKind, PagedItem, StateItem, ValueHeads};
+use crate::units::{Bytes, ItemId};
 
 /// The most runs that the fallback lists for one set of places that meet.
 pub(super) const MAX_RUNS: u64 = 1 << 20;
@@ -22,6 +23,28 @@ pub(super) struct Extent {
 }
 
 impl Extent {
+    fn new<const N: usize>(base: Bytes, offset: Bytes, dims: [(u64, Bytes); N], run: u64) -> Self {
+        let some = dims.into_iter().filter(|(count, _)| *count > 1);
+        let mut dims: Vec<(u128, u128)> = some.map(|(n, stride)| (u128::from(n), u128::from(stride.get()))).collect();
+        dims.sort_by_key(|d| core::cmp::Reverse(d.1));
+        Self { offset: u128::from(base.get()) + u128::from(offset.get()), dims, run: u128::from(run) }
+    }
+
+    /// The first byte.
+    pub(super) fn start(&self) -> u128 {
+        self.offset
+    }
+
+    /// The loops as (count, stride), largest stride first; counts above 1 only.
+    pub(super) fn dims(&self) -> &[(u128, u128)] {
+        &self.dims
+    }
+
+    /// Bytes at each point of the loops.
+    pub(super) fn run(&self) -> u128 {
+        self.run
+    }
+
     /// One past the last byte.
     pub(super) fn end(&self) -> u128 {
         self.offset + self.span()
@@ -41,25 +64,46 @@ pub(super) enum Failure {
     Unprovable(ItemId),
 }
 
-/// One extent for each component of a view; the values are in range, so nothing overflows 128 bits.
-pub(super) fn extents(paged: &PagedItem, heads: u32, view: &PagedView) -> Vec<Extent> {
+/// One extent for each component or part of a view, scratch rows included; the values are in range, so nothing overflows 128
+/// bits.
+pub(super) fn extents(item: &Item, placement: &Placement, view: &View) -> Vec<Extent> {
+    match (&item.kind, placement, view) {
+        (ItemKind::Paged(item), Placement::Paged(p), View::Paged(view)) => paged_extents(item, p, view),
+        (ItemKind::State(item), Placement::State(p), View::State(view)) => state_extents(item, p, view),
+        _ => Vec::new(),
+    }
+}
+
+fn paged_extents(item: &PagedItem, placement: &PagedPlacement, view: &PagedView) -> Vec<Extent> {
     let kernels = view.block_size / view.kernel.size.max(1);
-    let of_component = |c: &super::ComponentView| {
-        let width = paged.components.iter().find(|s| s.name == c.name).map_or(0, |s| s.width.get());
-        let mut dims: Vec<(u128, u128)> = [
-            (view.blocks, view.block_stride),
-            (kernels, view.kernel.stride),
-            (heads, c.head_stride),
-            (view.kernel.size, c.entry_stride),
-        ]
-        .into_iter()
-        .filter(|(count, _)| *count > 1)
-        .map(|(count, stride)| (u128::from(count), u128::from(stride.get())))
-        .collect();
-        dims.sort_by_key(|d| core::cmp::Reverse(d.1));
-        Extent { offset: u128::from(view.offset.get()) + u128::from(c.offset.get()), dims, run: u128::from(width) }
+    let of_component = |view_of: &ComponentView| {
+        let c = item.components.iter().find(|s| s.name == view_of.name)?;
+        let heads = if c.heads == ValueHeads::Shared { 1 } else { placement.heads.count() };
+        let width = c.width.get();
+        let (chunk, chunk_stride) = view_of.chunks.map_or((width, Bytes::ZERO), |c| (c.bytes.get(), c.stride));
+        let dims = [
+            (u64::from(view.blocks), view.block_stride),
+            (u64::from(kernels), view.kernel.stride),
+            (u64::from(heads), view_of.head_stride),
+            (u64::from(view.kernel.size / c.span.max(1)), view_of.entry_stride),
+            (width / chunk.max(1), chunk_stride),
+        ];
+        Some(Extent::new(view.offset, view_of.offset, dims, chunk))
     };
-    view.components.iter().map(of_component).collect()
+    view.components.iter().filter_map(of_component).collect()
+}
+
+fn state_extents(item: &StateItem, placement: &StatePlacement, view: &StateView) -> Vec<Extent> {
+    let of_part = |view_of: &PartView| {
+        let (part, units) = item.parts.iter().zip(&placement.parts).find(|(s, _)| s.name == view_of.name)?;
+        let dims = [
+            (u64::from(view.slots), view.slot_stride),
+            (u64::from(part.rows) + u64::from(view_of.scratch_rows), view_of.row_stride),
+            (u64::from(units.count()), view_of.unit_stride),
+        ];
+        Some(Extent::new(view.offset, view_of.offset, dims, part.width.get()))
+    };
+    view.parts.iter().filter_map(of_part).collect()
 }
 
 /// Proves that no byte belongs to two places.

@@ -5,7 +5,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use super::{MAX_FAULTS, ManifestError, RankManifest};
-use crate::placement::{HeadRange, Placement, TokenClass};
+use crate::placement::{HeadRange, PagedPlacement, TokenClass};
 use crate::spec::{Item, ModelSpec};
 use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
 
@@ -15,24 +15,28 @@ const WORK: u64 = 1 << 26;
 pub(super) fn check(spec: &ModelSpec, ranks: &[RankManifest], errors: &mut Vec<ManifestError>) {
     let mut work = WORK;
     // Layers are mostly placed alike, and one proof serves them all.
-    let mut proven: BTreeSet<(u32, Vec<Placement>)> = BTreeSet::new();
+    let mut proven: BTreeSet<(u32, Vec<PagedPlacement>)> = BTreeSet::new();
     for (id, item) in spec.iter() {
-        let placed: BTreeSet<Placement> = ranks.iter().filter_map(|r| r.placement[id.index()]).collect();
-        let key = (item.as_paged().heads, placed.into_iter().collect());
-        if proven.contains(&key) {
-            continue;
-        }
-        let before = errors.len();
-        check_item(item, &key.1, &mut work, errors);
-        if errors.len() == before {
-            proven.insert(key);
-        } else if errors.len() > MAX_FAULTS {
-            return;
+        for (axis, total) in item.axes().enumerate() {
+            let of_rank = |r: &RankManifest| r.placement[id.index()].as_ref()?.axis(axis);
+            let placed: BTreeSet<PagedPlacement> = ranks.iter().filter_map(of_rank).collect();
+            let key = (total, placed.into_iter().collect());
+            if proven.contains(&key) {
+                continue;
+            }
+            let before = errors.len();
+            check_axis(item, total, &key.1, &mut work, errors);
+            if errors.len() == before {
+                proven.insert(key);
+            } else if errors.len() > MAX_FAULTS {
+                return;
+            }
         }
     }
 }
 
-fn check_item(item: &Item, placed: &[Placement], work: &mut u64, errors: &mut Vec<ManifestError>) {
+/// Whether every head (or unit) of every token is held.
+fn check_axis(item: &Item, total: u32, placed: &[PagedPlacement], work: &mut u64, errors: &mut Vec<ManifestError>) {
     let name = || item.name.clone();
     let mut period = 1u64;
     for p in placed {
@@ -46,7 +50,7 @@ fn check_item(item: &Item, placed: &[Placement], work: &mut u64, errors: &mut Ve
     }
     let all = TokenSet { period, intervals: vec![(0, period)] };
     let mut sets: BTreeMap<TokenClass, TokenSet> = BTreeMap::new();
-    for heads in cut_heads(item.as_paged().heads, placed.iter().map(|p| p.heads)) {
+    for heads in cut_heads(total, placed.iter().map(|p| p.heads)) {
         let classes: BTreeSet<TokenClass> =
             placed.iter().filter(|p| p.heads.contains(heads)).map(|p| p.tokens).collect();
         let mut cost = placed.len() as u64;

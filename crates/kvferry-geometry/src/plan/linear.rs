@@ -8,7 +8,6 @@ use alloc::vec::Vec;
 use super::resolve::joined;
 use super::{ItemClass, nest};
 use crate::batch::{Nest, PairRun, Part};
-use crate::layout::PagedView;
 use crate::request::{BlockTable, Reader};
 
 /// A class whose token `slot` (block id times block size, plus entry) lies at `slot` times `run` on both sides.
@@ -21,16 +20,16 @@ pub(super) struct Linear {
 
 impl Linear {
     /// The class as linear, where it is.
-    pub(super) fn of(class: &ItemClass, src: &PagedView, dst: &PagedView) -> Option<Self> {
+    pub(super) fn of(class: &ItemClass, src_blocks: u32, dst_blocks: u32) -> Option<Self> {
         let (run, src_add, dst_add) = nest::token_run(class)?;
-        let goes_on = |side: &super::SideGeometry, view: &PagedView| {
-            let slots = u64::from(view.blocks).checked_mul(side.block_size);
+        let goes_on = |side: &super::SideGeometry, blocks: u32| {
+            let slots = u64::from(blocks).checked_mul(side.block_size);
             side.class.count() == 1
                 && side.kernel_size == side.block_size
                 && side.block_size.checked_mul(run) == Some(side.block_stride)
                 && slots.is_some_and(|n| n <= u64::from(u32::MAX))
         };
-        let all = class.tokens.is_all() && goes_on(&class.src, src) && goes_on(&class.dst, dst);
+        let all = class.tokens.is_all() && goes_on(&class.src, src_blocks) && goes_on(&class.dst, dst_blocks);
         all.then_some(Self { run, src_add, dst_add })
     }
 

@@ -7,21 +7,21 @@ use arrayvec::ArrayVec;
 use super::walk::{Phase, TokenLoop};
 use super::{ItemClass, SideGeometry};
 use crate::batch::{Dim, MAX_DIMS, Nest};
-use crate::layout::PagedView;
-use crate::placement::{HeadRange, Placement};
-use crate::spec::PagedItem;
-use crate::units::Name;
+use crate::layout::{Chunks, PagedView, PartView};
+use crate::placement::{HeadRange, PagedPlacement};
+use crate::spec::{Component, StatePart, ValueHeads};
 
-/// Components that lie alike on both sides: `count` of `run` bytes for each (token, head).
+/// Bytes of an entry that lie alike on both sides: `count` of `run` bytes for each of `units` heads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Cell {
-    pub(super) run: u64,
-    pub(super) count: u64,
+    run: u64,
+    count: u64,
+    units: u64,
     src: CellSide,
     dst: CellSide,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct CellSide {
     /// Offset in the kernel block of the first head that moves.
     offset: u64,
@@ -31,38 +31,83 @@ struct CellSide {
     entry_stride: u64,
 }
 
-/// The components of an item as cells; `None` where a view lacks a component (a proven manifest's doesn't).
-pub(super) fn cells(
-    item: &PagedItem,
-    src: (&PagedView, &Placement),
-    dst: (&PagedView, &Placement),
+/// Some components of an item as cells; `None` where a view lacks one (a proven manifest's doesn't).
+pub(super) fn paged_cells(
+    components: &[&Component],
+    src: (&PagedView, &PagedPlacement),
+    dst: (&PagedView, &PagedPlacement),
     heads: HeadRange,
 ) -> Option<Vec<Cell>> {
-    let side = |(view, placed): (&PagedView, &Placement), name: &Name| -> Option<CellSide> {
-        let c = view.components.iter().find(|c| c.name == *name)?;
-        let skipped = u64::from(heads.start() - placed.heads.start());
-        Some(CellSide {
-            offset: c.offset.get() + skipped * c.head_stride.get(),
-            stride: 0,
-            head_stride: c.head_stride.get(),
-            entry_stride: c.entry_stride.get(),
-        })
-    };
-    let mut single: Vec<Cell> = Vec::new();
-    for c in &item.components {
-        single.push(Cell { run: c.width.get(), count: 1, src: side(src, &c.name)?, dst: side(dst, &c.name)? });
+    let mut cells: Vec<Cell> = Vec::new();
+    for c in components {
+        let shared = c.heads == ValueHeads::Shared;
+        let side = |(view, placed): (&PagedView, &PagedPlacement)| -> Option<(CellSide, Option<Chunks>)> {
+            let v = view.components.iter().find(|v| v.name == c.name)?;
+            let skipped = if shared { 0 } else { u64::from(heads.start().checked_sub(placed.heads.start())?) };
+            let head_stride = v.head_stride.get();
+            let offset = v.offset.get() + skipped * head_stride;
+            Some((CellSide { offset, stride: 0, head_stride, entry_stride: v.entry_stride.get() }, v.chunks))
+        };
+        let units = if shared { 1 } else { u64::from(heads.count()) };
+        let ((s, s_chunks), (d, d_chunks)) = (side(src)?, side(dst)?);
+        // A value is cut wherever either side cuts it.
+        let mut at = 0;
+        while at < c.width.get() {
+            let ((s_add, s_left), (d_add, d_left)) = (chunk(s_chunks, at, c), chunk(d_chunks, at, c));
+            let run = s_left.min(d_left);
+            let (src, dst) = (CellSide { offset: s.offset + s_add, ..s }, CellSide { offset: d.offset + d_add, ..d });
+            cells.push(Cell { run, count: 1, units, src, dst });
+            at += run;
+        }
     }
-    single.sort_by_key(|c| c.dst.offset);
-    // Components side by side on both sides are one; evenly spaced equals are a loop.
-    let mut fused: Vec<Cell> = Vec::new();
-    for cell in single {
-        match fused.last_mut() {
+    Some(fused(cells))
+}
+
+/// Where byte `at` of a value lies, and how many bytes follow it there.
+fn chunk(chunks: Option<Chunks>, at: u64, component: &Component) -> (u64, u64) {
+    let Some(Chunks { bytes, stride }) = chunks else { return (at, component.width.get() - at) };
+    let bytes = bytes.get().max(1);
+    (at / bytes * stride.get() + at % bytes, bytes - at % bytes)
+}
+
+/// Some units of one part of a state as a cell.
+pub(super) fn state_cell(
+    part: &StatePart,
+    (src, src_units): (&PartView, HeadRange),
+    (dst, dst_units): (&PartView, HeadRange),
+    units: HeadRange,
+) -> Cell {
+    let side = |view: &PartView, placed: HeadRange| {
+        let head_stride = view.unit_stride.get();
+        let skipped = u64::from(units.start().saturating_sub(placed.start()));
+        let offset = view.offset.get() + skipped * head_stride;
+        CellSide { offset, stride: view.row_stride.get(), head_stride, entry_stride: 0 }
+    };
+    let (src, dst) = (side(src, src_units), side(dst, dst_units));
+    let (run, count, units) = (part.width.get(), u64::from(part.rows), u64::from(units.count()));
+    // What is one run on both sides can join its neighbours.
+    let loops = [(count, src.stride, dst.stride), (units, src.head_stride, dst.head_stride)];
+    let dims = loops.map(|(count, src_stride, dst_stride)| Dim { count, src_stride, dst_stride });
+    let nest = collapse(dims.into_iter().collect(), run);
+    if nest.dims.is_empty() {
+        let plain = |side: CellSide| CellSide { offset: side.offset, ..CellSide::default() };
+        return Cell { run: nest.run, count: 1, units: 1, src: plain(src), dst: plain(dst) };
+    }
+    Cell { run, count, units, src, dst }
+}
+
+/// Cells side by side on both sides become one; evenly spaced equals become a loop.
+pub(super) fn fused(mut cells: Vec<Cell>) -> Vec<Cell> {
+    cells.sort_by_key(|c| c.dst.offset);
+    let mut joined: Vec<Cell> = Vec::new();
+    for cell in cells {
+        match joined.last_mut() {
             Some(last) if last.joins(&cell) => last.run += cell.run,
-            _ => fused.push(cell),
+            _ => joined.push(cell),
         }
     }
     let mut out: Vec<Cell> = Vec::new();
-    for cell in fused {
+    for cell in joined {
         match out.last_mut() {
             Some(last) if last.extends_to(&cell) => {
                 last.src.stride = (cell.src.offset - last.src.offset) / last.count;
@@ -72,17 +117,23 @@ pub(super) fn cells(
             _ => out.push(cell),
         }
     }
-    Some(out)
+    out
 }
 
 impl Cell {
+    /// Bytes of one entry.
+    pub(super) fn bytes(&self) -> u64 {
+        self.run * self.count * self.units
+    }
+
     fn strides_equal(&self, other: &Self) -> bool {
         let pair = |c: &CellSide| (c.head_stride, c.entry_stride);
-        pair(&self.src) == pair(&other.src) && pair(&self.dst) == pair(&other.dst)
+        self.units == other.units && pair(&self.src) == pair(&other.src) && pair(&self.dst) == pair(&other.dst)
     }
 
     fn joins(&self, next: &Self) -> bool {
         self.strides_equal(next)
+            && (self.count, next.count) == (1, 1)
             && self.src.offset + self.run == next.src.offset
             && self.dst.offset + self.run == next.dst.offset
     }
@@ -93,7 +144,11 @@ impl Cell {
             let far = b.offset.checked_sub(a.offset);
             far.is_some_and(|far| far > 0 && (self.count == 1 || a.stride.checked_mul(self.count) == Some(far)))
         };
-        self.run == next.run && self.strides_equal(next) && even(&self.src, &next.src) && even(&self.dst, &next.dst)
+        self.run == next.run
+            && next.count == 1
+            && self.strides_equal(next)
+            && even(&self.src, &next.src)
+            && even(&self.dst, &next.dst)
     }
 }
 
@@ -117,8 +172,7 @@ pub(super) struct CompiledPhase {
 impl CompiledPhase {
     pub(super) fn new(class: &ItemClass, phase: Phase) -> Self {
         let nests = class.cells.iter().map(|cell| place(class, cell, &phase)).collect();
-        let heads = u64::from(class.heads.count());
-        let of_cell = |cell: &Cell| heads * collapse(dims(class, cell, &phase, 1), cell.run).runs();
+        let of_cell = |cell: &Cell| cell.units * collapse(dims(class, cell, &phase, 1), cell.run).runs();
         let ranges = class.cells.iter().map(of_cell).sum();
         Self { phase, nests, ranges }
     }
@@ -137,7 +191,7 @@ fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
     PlacedNest {
         src_add: cell.src.offset + step(&class.src, &cell.src, phase.src_start),
         dst_add: cell.dst.offset + step(&class.dst, &cell.dst, phase.dst_start),
-        nest: collapse(dims(class, cell, phase, u64::from(class.heads.count())), cell.run),
+        nest: collapse(dims(class, cell, phase, cell.units), cell.run),
     }
 }
 

@@ -1,5 +1,6 @@
 //! A plan times a request's block tables.
 
+use alloc::borrow::Cow;
 use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
@@ -8,7 +9,7 @@ use super::nest::{CompiledPhase, PlacedNest};
 use super::{ItemClass, PairPlan, PlanError, walk};
 use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section};
 use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
-use crate::units::{BlockId, TokenRange};
+use crate::units::{BlockId, ItemId, TokenRange};
 
 /// Steps and block strides of the parts of one class.
 #[derive(Clone, Copy)]
@@ -25,9 +26,8 @@ impl PairPlan {
     pub fn resolve(&self, request: &BoundRequest) -> Result<Batch, PlanError> {
         let mut sections = Vec::new();
         for class in &self.classes {
-            let (src, dst) = class.groups;
-            let moved = self.move_of(class, request)?;
-            class.resolve(moved.range, request.src_table(src), request.dst_table(dst), &mut sections);
+            let (entries, src, dst) = self.move_of(class, request)?;
+            class.resolve(entries, src, dst, &mut sections);
         }
         Ok(Batch::new(sections))
     }
@@ -39,12 +39,17 @@ impl PairPlan {
         }
         let mut sections = Vec::new();
         for class in &self.classes {
+            // What the source doesn't have doesn't move and isn't zeroed.
+            let Some(class) = class.without(request.unmatched()) else { continue };
             let group = class.groups.1;
             // Moves from several source groups end apart only where a frozen, zeroed tail came along: zero it again.
-            let zeros = request.moves().iter().filter(|m| m.dst_group == group).map(|m| m.zero);
-            let Some(zero) = zeros.min_by_key(|z| z.start()) else { continue };
+            let mut zeros: Vec<TokenRange> = Vec::new();
+            zeros.extend(
+                request.moves().iter().filter(|m| m.dst_group == group && m.retention.is_some()).map(|m| m.zero),
+            );
+            let Some(zero) = zeros.into_iter().min_by_key(|z| z.start()) else { continue };
             let table = request.dst_table(group);
-            class.resolve(zero, table, table, &mut sections);
+            class.resolve(class.entries_behind(zero), table, table, &mut sections);
         }
         Ok(Batch::new(sections))
     }
@@ -56,16 +61,28 @@ impl PairPlan {
     /// As [`resolve`](Self::resolve).
     pub fn uncoalesced(&self, request: &BoundRequest) -> Result<u64, PlanError> {
         let of_class = |class: &ItemClass| {
-            let moved = self.move_of(class, request)?;
-            Ok(class.items.len() as u64 * class.ranges(moved.range))
+            let (entries, ..) = self.move_of(class, request)?;
+            Ok(class.items.len() as u64 * class.ranges(entries))
         };
         self.classes.iter().map(of_class).sum()
     }
 
-    /// What a request moves of a class.
-    fn move_of<'a>(&self, class: &ItemClass, request: &'a BoundRequest) -> Result<&'a GroupMove, PlanError> {
-        let mut moves = request.moves().iter().filter(|_| request.of() == self.of);
-        moves.find(|m| (m.src_group, m.dst_group) == class.groups).ok_or_else(|| self.foreign())
+    /// What a request moves of a class: its entries, and the two tables.
+    fn move_of<'a>(
+        &self,
+        class: &ItemClass,
+        request: &'a BoundRequest,
+    ) -> Result<((u64, u64), &'a BlockTable, &'a BlockTable), PlanError> {
+        if request.of() != self.of {
+            return Err(self.foreign());
+        }
+        let key = |m: &GroupMove| ((m.src_group, m.dst_group), m.retention) == (class.groups, class.retention);
+        let index = request.moves().iter().position(key).ok_or_else(|| self.foreign())?;
+        let (Some(m), Some((src, dst))) = (request.moves().get(index), request.tables(index)) else {
+            return Err(self.foreign());
+        };
+        let entries = if class.retention.is_some() { class.entries(m.range) } else { (0, m.states.len() as u64) };
+        Ok((entries, src, dst))
     }
 
     fn foreign(&self) -> PlanError {
@@ -74,22 +91,32 @@ impl PairPlan {
 }
 
 impl ItemClass {
+    /// The class without some of its items; `None` where none is left.
+    fn without(&self, items: &[ItemId]) -> Option<Cow<'_, Self>> {
+        if !self.items.iter().any(|i| items.contains(i)) {
+            return Some(Cow::Borrowed(self));
+        }
+        let kept = || self.items.iter().zip(self.bases.iter()).filter(|(i, _)| !items.contains(i));
+        let mut class = self.clone();
+        (class.items, class.bases) = (kept().map(|k| *k.0).collect(), kept().map(|k| *k.1).collect());
+        (!class.items.is_empty()).then_some(Cow::Owned(class))
+    }
+
     /// The whole periods of an interval: (first, one past the last); equal where there is none.
-    fn periods(&self, range: TokenRange) -> Option<(u64, u64, u64)> {
+    fn periods(&self, (start, end): (u64, u64)) -> Option<(u64, u64, u64)> {
         let period = self.period?;
-        let first = range.start().get().div_ceil(period);
-        let last = range.end().get() / period;
+        let first = start.div_ceil(period);
+        let last = end / period;
         (first < last).then_some((period, first, last))
     }
 
     /// Contiguous ranges of one item, with nothing joined across heads and blocks.
-    fn ranges(&self, range: TokenRange) -> u64 {
-        let (start, end) = (range.start().get(), range.end().get());
+    fn ranges(&self, (start, end): (u64, u64)) -> u64 {
         let walked = |a, b| -> u64 {
             let phases = walk::phases(walk::Runs::new(self, a, b));
             phases.into_iter().map(|phase| CompiledPhase::new(self, phase).ranges).sum()
         };
-        match self.periods(range) {
+        match self.periods((start, end)) {
             Some((period, first, last)) => {
                 let each: u64 = self.phases.iter().map(|p| p.ranges).sum();
                 walked(start, first * period) + (last - first) * each + walked(last * period, end)
@@ -98,15 +125,14 @@ impl ItemClass {
         }
     }
 
-    fn resolve(&self, range: TokenRange, src: &BlockTable, dst: &BlockTable, out: &mut Vec<Section>) {
-        if range.is_empty() {
+    fn resolve(&self, (start, end): (u64, u64), src: &BlockTable, dst: &BlockTable, out: &mut Vec<Section>) {
+        if start >= end {
             return;
         }
-        let (start, end) = (range.start().get(), range.end().get());
         let mut parts = Vec::new();
         if let Some(linear) = self.linear {
             parts.push(linear.part(self, (start, end), src, dst));
-        } else if let Some((period, first, last)) = self.periods(range) {
+        } else if let Some((period, first, last)) = self.periods((start, end)) {
             self.walk(start, first * period, src, dst, &mut parts);
             self.repeat(period, first, last, src, dst, &mut parts);
             self.walk(last * period, end, src, dst, &mut parts);
@@ -116,7 +142,7 @@ impl ItemClass {
         self.sections(parts, out);
     }
 
-    /// The tokens of an interval one run at a time, for the ends of a request.
+    /// The entries of an interval one run at a time, for the ends of a request.
     fn walk(&self, start: u64, end: u64, src: &BlockTable, dst: &BlockTable, parts: &mut Vec<Part>) {
         for phase in walk::phases(walk::Runs::new(self, start, end)) {
             let at = |table: &BlockTable, position| table.reader(position).get().0;

@@ -1,7 +1,10 @@
-//! One side of an item class: how tokens become blocks, kernel blocks and entries.
+//! One side of an item class: how entries of the sequence become blocks, kernel blocks and entries of these.
+//!
+//! All counts are in the class's entries; in most classes these are tokens.
 
-use crate::layout::PagedView;
-use crate::placement::{Placement, TokenClass};
+use crate::layout::{PagedView, StateView};
+use crate::placement::TokenClass;
+use crate::spec::Component;
 
 /// The numbers of a view that token arithmetic needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,7 +16,7 @@ pub(super) struct SideGeometry {
     pub(super) kernel_size: u64,
     pub(super) kernel_stride: u64,
     pub(super) block_stride: u64,
-    /// Tokens of the sequence that a block covers.
+    /// Entries of the sequence that a block covers.
     pub(super) block_tokens: u64,
 }
 
@@ -31,21 +34,35 @@ pub(super) struct Spot {
 }
 
 impl SideGeometry {
-    pub(super) fn new(view: &PagedView, placement: &Placement) -> Self {
-        let block_size = u64::from(view.block_size);
-        let kernel_size = u64::from(view.kernel.size);
+    /// The side of some components with equal spans, in entries of `entry_tokens` tokens; `None` where those don't fit (a
+    /// proven manifest's do).
+    pub(super) fn paged(
+        view: &PagedView,
+        tokens: TokenClass,
+        entry_tokens: u64,
+        components: &[&Component],
+    ) -> Option<Self> {
+        let span = u64::from(components.first()?.span);
+        let block_size = u64::from(view.block_size) / span;
+        let kernel_size = u64::from(view.kernel.size) / span;
         let kernel_stride = view.kernel.stride.get();
-        let goes_on =
-            view.components.iter().all(|c| c.entry_stride.get().checked_mul(kernel_size) == Some(kernel_stride));
+        let mut views = view.components.iter().filter(|v| components.iter().any(|c| c.name == v.name));
+        let goes_on = views.all(|c| c.entry_stride.get().checked_mul(kernel_size) == Some(kernel_stride));
         let kernel_size = if goes_on { block_size } else { kernel_size };
-        Self {
-            class: placement.tokens,
-            block_size,
-            kernel_size,
-            kernel_stride,
-            block_stride: view.block_stride.get(),
-            block_tokens: block_size * u64::from(placement.tokens.count()),
-        }
+        let interleave = u64::from(tokens.interleave()) / entry_tokens;
+        let class = match tokens.count() {
+            1 => TokenClass::ALL,
+            count => TokenClass::new(count, u32::try_from(interleave).ok()?, tokens.index())?,
+        };
+        let block_tokens = block_size * u64::from(tokens.count());
+        let block_stride = view.block_stride.get();
+        Some(Self { class, block_size, kernel_size, kernel_stride, block_stride, block_tokens })
+    }
+
+    /// The side of a state, whose slot is a block of one entry.
+    pub(super) fn state(view: &StateView) -> Self {
+        let block_stride = view.slot_stride.get();
+        Self { class: TokenClass::ALL, block_size: 1, kernel_size: 1, kernel_stride: 0, block_stride, block_tokens: 1 }
     }
 
     /// Where token `t` lies, for a token of the class.

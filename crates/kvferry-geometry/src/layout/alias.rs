@@ -1,0 +1,128 @@
+//! Which cache groups of a rank share memory, so that a request's blocks of different groups can be proven apart.
+
+use alloc::collections::BTreeSet;
+use alloc::vec::Vec;
+
+use super::CacheLayout;
+use super::overlap::{self, Extent};
+use crate::placement::RankPlacement;
+use crate::spec::ModelSpec;
+use crate::units::{BlockId, GroupId, RegionId};
+
+/// The blocks of one group in one region, seen from outside: block `b` lies inside `[start + b·stride, ... + len)`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Track {
+    group: GroupId,
+    start: u64,
+    stride: u64,
+    len: u64,
+}
+
+/// Regions in which more than one group has its blocks. Regions alike are listed once.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Shared {
+    regions: BTreeSet<Vec<Track>>,
+}
+
+impl Shared {
+    /// Whether no groups share memory.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
+    /// Adds what groups of one rank share; `group_of` is by item.
+    pub(crate) fn add(
+        &mut self,
+        layout: &CacheLayout,
+        spec: &ModelSpec,
+        placement: &RankPlacement,
+        group_of: &[GroupId],
+    ) {
+        let mut users: Vec<(RegionId, GroupId)> = Vec::new();
+        let views = layout.views.iter().zip(group_of).filter_map(|(v, g)| Some((v.as_ref()?, *g)));
+        users.extend(views.map(|(v, g)| (v.region(), g)));
+        users.sort_unstable();
+        users.dedup();
+        for region in users.chunk_by(|a, b| a.0 == b.0).filter(|c| c.len() > 1).map(|c| c[0].0) {
+            let mut tracks: Vec<Track> = Vec::new();
+            for (id, item) in spec.iter() {
+                let (Some(p), Some(view)) = (&placement[id.index()], &layout.views[id.index()]) else { continue };
+                if view.region() == region {
+                    let stride = view.stride().get();
+                    let group = group_of[id.index()];
+                    let extents = overlap::extents(item, p, view);
+                    tracks.extend(extents.iter().flat_map(|e| tracks_of(group, stride, view.blocks(), e)));
+                }
+            }
+            self.regions.insert(joined(tracks));
+        }
+    }
+
+    /// Two blocks of different groups that share bytes, given the blocks of each group.
+    pub(crate) fn overlap(
+        &self,
+        ids: impl Fn(GroupId) -> Vec<BlockId>,
+    ) -> Option<((GroupId, BlockId), (GroupId, BlockId))> {
+        for tracks in &self.regions {
+            let mut places: Vec<(u64, u64, GroupId, BlockId)> = Vec::new();
+            for t in tracks {
+                places.extend(ids(t.group).into_iter().map(|id| {
+                    let start = t.start.saturating_add(u64::from(id.get()).saturating_mul(t.stride));
+                    (start, start.saturating_add(t.len), t.group, id)
+                }));
+            }
+            places.sort_unstable();
+            // Where no two groups have met so far, only the last group can still reach on.
+            let mut reach: Option<(u64, GroupId, BlockId)> = None;
+            for (start, end, group, id) in places {
+                match reach {
+                    Some((far, of, first)) if of != group && far > start => return Some(((of, first), (group, id))),
+                    Some((far, of, _)) if of == group && far >= end => {}
+                    _ => reach = Some((end, group, id)),
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The most tracks that one extent is taken apart into.
+const MAX_TRACKS: u128 = 1 << 12;
+
+/// What a block covers of an extent: loops that step over whole blocks (heads outside blocks, say) are taken apart, and what
+/// lies inside a block's stride counts as covered from its first to its last byte.
+fn tracks_of(group: GroupId, stride: u64, blocks: u32, extent: &Extent) -> Vec<Track> {
+    let fits = |n: u128| u64::try_from(n).unwrap_or(u64::MAX);
+    let mut starts = alloc::vec![extent.start()];
+    let mut len = extent.run();
+    let mut of_blocks = blocks > 1;
+    for &(count, step) in extent.dims() {
+        if of_blocks && (count, step) == (u128::from(blocks), u128::from(stride)) {
+            of_blocks = false;
+        } else if step > u128::from(stride) && starts.len() as u128 * count <= MAX_TRACKS {
+            starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * step)).collect();
+        } else {
+            len += (count - 1) * step;
+        }
+    }
+    starts.into_iter().map(|s| Track { group, start: fits(s), stride, len: fits(len) }).collect()
+}
+
+/// Tracks of one group that lie in one stretch of its stride become one.
+fn joined(mut tracks: Vec<Track>) -> Vec<Track> {
+    tracks.sort_unstable();
+    let mut out: Vec<Track> = Vec::new();
+    for t in tracks {
+        match out.last_mut() {
+            Some(last)
+                if last.group == t.group
+                    && last.stride == t.stride
+                    && t.start <= last.start.saturating_add(last.len) =>
+            {
+                last.len = last.len.max(t.start + t.len - last.start);
+            }
+            _ => out.push(t),
+        }
+    }
+    out
+}

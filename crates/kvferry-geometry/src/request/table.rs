@@ -1,0 +1,213 @@
+//! Block tables: which block holds which stretch of the sequence.
+
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::units::{BlockId, TokenRange, Tokens};
+
+/// Consecutive table positions with consecutive block ids.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Stretch {
+    /// Counted from the table's first.
+    position: u64,
+    id: u32,
+    count: u32,
+}
+
+/// The ids of a table: as they came, or as stretches where these are much fewer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Ids {
+    List(Vec<BlockId>),
+    Stretches(Vec<Stretch>),
+}
+
+/// One group's blocks of one request, by table position.
+///
+/// The entry at position `k` covers tokens `[k·block_tokens, (k+1)·block_tokens)` of the sequence. A table may start
+/// late: blocks that a window has left behind, or that a prefix hit covers, need not be listed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BlockTable {
+    first: u64,
+    len: u64,
+    /// One past the largest id; 0 without entries.
+    end: u64,
+    ids: Ids,
+}
+
+impl Default for BlockTable {
+    fn default() -> Self {
+        Self::new(0, &[])
+    }
+}
+
+impl BlockTable {
+    /// A table whose entries from `first_position` on are `ids`.
+    #[must_use]
+    pub fn new(first_position: u64, ids: &[BlockId]) -> Self {
+        let follows = |a: BlockId, b: BlockId| a.get().wrapping_add(1) == b.get() && b != BlockId::ZERO;
+        let breaks = ids.windows(2).filter(|w| !follows(w[0], w[1])).count();
+        let end = ids.iter().max().map_or(0, |id| u64::from(id.get()) + 1);
+        let len = ids.len() as u64;
+        let ids = if breaks.saturating_mul(8) <= ids.len() {
+            let mut list: Vec<Stretch> = Vec::with_capacity(breaks + 1);
+            for (position, &id) in (0u64..).zip(ids) {
+                match list.last_mut() {
+                    Some(last) if last.id.checked_add(last.count) == Some(id.get()) => last.count += 1,
+                    _ => list.push(Stretch { position, id: id.get(), count: 1 }),
+                }
+            }
+            Ids::Stretches(list)
+        } else {
+            Ids::List(ids.to_vec())
+        };
+        Self { first: first_position, len, end, ids }
+    }
+
+    /// A table of `count` consecutive ids, cut where they pass the largest id.
+    #[must_use]
+    pub fn contiguous(first_position: u64, first: BlockId, count: u32) -> Self {
+        let id = first.get();
+        let count = count.min((u32::MAX - id).saturating_add(1));
+        let (len, end) = (u64::from(count), if count == 0 { 0 } else { u64::from(id) + u64::from(count) });
+        let ids = Ids::Stretches(if count == 0 { Vec::new() } else { vec![Stretch { position: 0, id, count }] });
+        Self { first: first_position, len, end, ids }
+    }
+
+    /// The position of the first entry.
+    #[must_use]
+    pub fn first_position(&self) -> u64 {
+        self.first
+    }
+
+    /// How many entries.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there is no entry.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The block ids in order of position.
+    pub fn iter(&self) -> impl Iterator<Item = BlockId> {
+        let (list, stretches) = match &self.ids {
+            Ids::List(list) => (&list[..], &[][..]),
+            Ids::Stretches(stretches) => (&[][..], &stretches[..]),
+        };
+        let of_stretch = |s: &Stretch| {
+            let id = s.id;
+            (0..s.count).map(move |i| BlockId::new(id + i))
+        };
+        list.iter().copied().chain(stretches.iter().flat_map(of_stretch))
+    }
+
+    /// A reader at a listed position.
+    pub(crate) fn reader(&self, position: u64) -> Reader<'_> {
+        let at = position.saturating_sub(self.first);
+        match &self.ids {
+            Ids::List(list) => Reader::List { list, at },
+            Ids::Stretches(list) => {
+                let i = list.partition_point(|s| s.position <= at).saturating_sub(1);
+                Reader::Stretches { rest: &list[i..], at }
+            }
+        }
+    }
+
+    /// The tokens that the entries cover.
+    pub(super) fn tokens(&self, block_tokens: Tokens) -> TokenRange {
+        let at = |position: u64| Tokens::new(position.saturating_mul(block_tokens.get()));
+        TokenRange::new(at(self.first), at(self.first.saturating_add(self.len)))
+    }
+
+    /// One past the largest id; 0 without entries.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The blocks of a ring as a table of the positions `[from, to)`: position `k` lies in the ring's block `k mod len`.
+    pub(super) fn unrolled(&self, from: u64, to: u64) -> Self {
+        let ids: Vec<BlockId> = self.iter().collect();
+        let at = |k: u64| ids.get(usize::try_from(k.checked_rem(self.len)?).ok()?).copied();
+        Self::new(from, &(from..to).filter_map(at).collect::<Vec<_>>())
+    }
+
+    /// An id that stands twice among the entries `from` to `to`, counted from the first; ids are below `blocks`.
+    pub(super) fn repeated(&self, blocks: u32, from: u64, to: u64) -> Option<BlockId> {
+        match &self.ids {
+            Ids::Stretches(list) => {
+                // The part of every stretch that lies inside; what is cut off has fewer than 2^32 entries.
+                let inside = |s: &Stretch| {
+                    let (a, b) = (s.position.max(from), (s.position + u64::from(s.count)).min(to));
+                    let cut = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+                    (a < b).then(|| (s.id + cut(a - s.position), cut(b - a)))
+                };
+                let mut sorted: Vec<(u32, u32)> = list.iter().filter_map(inside).collect();
+                sorted.sort_unstable();
+                sorted.windows(2).find(|w| w[1].0 - w[0].0 < w[0].1).map(|w| BlockId::new(w[1].0))
+            }
+            Ids::List(list) => {
+                let mut seen = vec![0u64; blocks as usize / 64 + 1];
+                let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(list.len());
+                list[fits(from)..fits(to)].iter().copied().find(|id| {
+                    let (word, bit) = (&mut seen[id.get() as usize / 64], 1u64 << (id.get() % 64));
+                    core::mem::replace(word, *word | bit) & bit != 0
+                })
+            }
+        }
+    }
+}
+
+/// Reads a table forward.
+#[derive(Clone, Copy)]
+pub(crate) enum Reader<'a> {
+    List { list: &'a [BlockId], at: u64 },
+    Stretches { rest: &'a [Stretch], at: u64 },
+}
+
+impl Reader<'_> {
+    /// The id here, and for how many entries from here on ids are known to be consecutive.
+    #[inline]
+    pub(crate) fn get(&self) -> (u32, u32) {
+        match self {
+            Self::List { list, at } => {
+                (usize::try_from(*at).ok().and_then(|at| list.get(at)).map_or(0, |id| id.get()), 1)
+            }
+            Self::Stretches { rest, at } => match rest.first() {
+                Some(s) => {
+                    // Less than the stretch's count, so it fits.
+                    let inside = u32::try_from(at - s.position).unwrap_or(0);
+                    (s.id + inside, s.count - inside)
+                }
+                None => (0, 1),
+            },
+        }
+    }
+
+    /// How many runs of known consecutive ids there can be from here on.
+    pub(crate) fn runs(&self) -> u64 {
+        match self {
+            Self::List { list, at } => (list.len() as u64).saturating_sub(*at),
+            Self::Stretches { rest, .. } => rest.len() as u64,
+        }
+    }
+
+    /// Moves on by some entries.
+    #[inline]
+    pub(crate) fn skip(&mut self, entries: u64) {
+        match self {
+            Self::List { at, .. } => *at += entries,
+            Self::Stretches { rest, at } => {
+                *at += entries;
+                while let [s, more @ ..] = rest {
+                    if *at < s.position + u64::from(s.count) {
+                        break;
+                    }
+                    *rest = more;
+                }
+            }
+        }
+    }
+}
