@@ -10,7 +10,7 @@ use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestErrors, RankManif
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRule, Parallelism, PcpMode};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, DstPaged, Request, SrcGroup, SrcPaged, Tail};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
 use kvferry_geometry::units::{BlockId, ItemId, Name, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
@@ -28,7 +28,7 @@ pub fn kv(name: &str, heads: u32, width: u64) -> Item {
 #[must_use]
 pub fn windowed(name: &str, heads: u32, width: u64, retention: Retention) -> Item {
     let components = vec![Component::new("k", width, "bf16"), Component::new("v", width, "bf16")];
-    Item::paged(name, PagedItem { heads, components, retention })
+    Item::paged(name, PagedItem { retention, ..PagedItem::new(heads, components) })
 }
 
 /// An MLA item: one latent of `width` bytes for each token, the same on all ranks.
@@ -117,7 +117,7 @@ impl Engine {
     /// Where the parallelism or the layout can't be written out.
     #[must_use]
     pub fn ranks(&self) -> Vec<RankManifest> {
-        let placed = self.parallelism.place(&self.spec, |_| HeadRule::Split);
+        let placed = self.parallelism.place(&self.spec, |_, _| HeadRule::Split);
         let placed = placed.unwrap_or_else(|e| panic!("the parallelism of a case is wrong: {e:?}"));
         let groups: Vec<(&[ItemId], u32, u32)> = self.groups.iter().map(|g| (g.0.as_slice(), g.1, g.2)).collect();
         let rank = |placement| {
@@ -357,13 +357,13 @@ pub fn tokens(start: u64, end: u64) -> TokenRange {
 /// A source group that holds tokens `[0, n)`.
 #[must_use]
 pub fn holds(n: u64, table: BlockTable) -> SrcGroup {
-    SrcGroup { table, held: tokens(0, n), tail: Tail::Exact }
+    SrcPaged { table, held: tokens(0, n), tail: Tail::Exact }.into()
 }
 
 /// A destination group that has tokens `[0, cached)` already.
 #[must_use]
 pub fn wants(cached: u64, table: BlockTable) -> DstGroup {
-    DstGroup { table, cached: Tokens::new(cached) }
+    DstPaged { table, cached: Tokens::new(cached) }.into()
 }
 
 /// A request of `n` tokens between engines of one group each; the destination has nothing yet.

@@ -1,7 +1,7 @@
 //! GEO cases: tensor-parallel sizes that differ, GQA replicas, token-major layouts, ranks of different capacity.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
-use kvferry_geometry::layout::{LayoutError, LayoutStyle};
+use kvferry_geometry::layout::{LayoutError, LayoutStyle, View};
 use kvferry_geometry::manifest::ManifestError;
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_tests::by_hand::{Engine, Pair, kv, request};
@@ -10,7 +10,7 @@ use kvferry_transport::mem::MemFaults;
 
 /// The length of a block of the first item on every rank.
 fn block_lens(engine: &Engine) -> Vec<u64> {
-    let lens = engine.ranks().into_iter().map(|r| r.layout.views[0].as_ref().expect("placed").block_stride.get());
+    let lens = engine.ranks().into_iter().map(|r| r.layout.views[0].as_ref().expect("placed").stride().get());
     lens.collect()
 }
 
@@ -51,7 +51,7 @@ fn geo_01_a_block_too_short_for_its_heads_is_refused() {
     // 8 of 32 heads on each rank, but a block as long as the peer's, which has 4: heads would overlap the next block.
     let engine = Engine::new(vec![kv("a", 32, 128)], 4);
     let mut ranks = engine.ranks();
-    let view = ranks[2].layout.views[0].as_mut().expect("placed");
+    let View::Paged(view) = ranks[2].layout.views[0].as_mut().expect("placed") else { panic!("a paged item") };
     assert_eq!(view.block_stride.get(), 8 * 4096);
     view.block_stride = Bytes::new(4 * 4096);
     let errors = engine.assemble(ranks).expect_err("blocks overlap").0;

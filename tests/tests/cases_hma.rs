@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_geometry::layout::LayoutStyle;
+use kvferry_geometry::layout::{LayoutStyle, PagedView, View};
 use kvferry_geometry::manifest::RankManifest;
 use kvferry_geometry::request::{BoundRequest, Request, RequestError};
 use kvferry_geometry::spec::{Item, Retention};
@@ -23,6 +23,11 @@ fn hybrid() -> Engine {
     Engine::new(items, 1).style(LayoutStyle::PLANES).groups(&groups)
 }
 
+fn paged(view: &mut Option<View>) -> &mut PagedView {
+    let Some(View::Paged(view)) = view else { panic!("a placed, paged item") };
+    view
+}
+
 /// Its rank, with the memory of one group's five layers used by all groups.
 fn shared(engine: &Engine) -> Vec<RankManifest> {
     let mut ranks = engine.ranks();
@@ -32,7 +37,7 @@ fn shared(engine: &Engine) -> Vec<RankManifest> {
         for (place, view) in (0u32..).zip(&mut rank.layout.views) {
             // Place of the layer in its group: groups of the window layers start at multiples of 5, the full one at 29.
             let in_group = if place < 29 { place % 5 } else { place - 29 };
-            view.as_mut().expect("placed").region = RegionId::new(in_group);
+            paged(view).region = RegionId::new(in_group);
         }
     }
     ranks
@@ -147,13 +152,13 @@ fn hma_04_layers_that_share_memory_stay_addressable_by_name() {
     assert_eq!(rank.layout.regions.len(), 5, "five tensors, five registrations");
     let region_of = |name: &str| {
         let id = manifest.spec().find(&name.into()).expect("named");
-        rank.layout.views[id.index()].as_ref().expect("placed").region.get()
+        rank.layout.views[id.index()].as_ref().expect("placed").region().get()
     };
     assert_eq!(manifest.spec().items().len(), 34);
     assert_eq!((region_of("window.0"), region_of("window.28"), region_of("full.4")), (0, 3, 4));
     // Within one group two layers on one tensor would overwrite each other.
     let mut ranks = shared(&engine);
-    ranks[0].layout.views[1].as_mut().expect("placed").region = RegionId::new(0);
+    paged(&mut ranks[0].layout.views[1]).region = RegionId::new(0);
     assert!(engine.assemble(ranks).is_err());
 }
 

@@ -127,10 +127,10 @@ fn sec_03_tokens_that_the_source_never_computed_are_not_read() {
     let engine = || Engine::new(vec![kv("a", 1, 2)], 1);
     let pair = Pair::new(&engine(), &engine());
     let mut hostile = request(32, &[0, 1], &[0, 1]);
-    let SrcGroup { held, .. } = &mut hostile.src[0];
-    *held = kvferry_tests::by_hand::tokens(0, 31);
+    let SrcGroup::Paged(group) = &mut hostile.src[0] else { panic!("a paged group") };
+    group.held = kvferry_tests::by_hand::tokens(0, 31);
     assert!(BoundRequest::new(&pair.compatible, hostile).is_err(), "token 31 may be another request's");
     let mut hostile = request(u64::MAX, &[0, 1], &[0, 1]);
-    hostile.dst[0].cached = Tokens::new(u64::MAX);
+    hostile.dst[0] = wants(u64::MAX, table(&[0, 1]));
     assert!(BoundRequest::new(&pair.compatible, hostile).is_err(), "a length beyond all reason");
 }

@@ -65,7 +65,14 @@ fn cell(view: &PagedView, block: u64, component: usize, head: u64, token: u64) -
 fn views(style: LayoutStyle, layers: u32, blocks: u32) -> Vec<PagedView> {
     let items = (0..layers).map(|i| kv(&format!("layer.{i}"), 2, 2)).collect();
     let engine = Engine::new(items, 1).blocks(4, blocks).style(style);
-    engine.ranks().remove(0).layout.views.into_iter().map(|v| v.expect("placed")).collect()
+    engine
+        .ranks()
+        .remove(0)
+        .layout
+        .views
+        .into_iter()
+        .map(|v| v.expect("placed").as_paged().expect("a paged item").clone())
+        .collect()
 }
 
 /// A drawing is the cells in the order of their bytes.

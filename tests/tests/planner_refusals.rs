@@ -11,7 +11,9 @@ use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRange, HeadRule, Parallelism, PcpMode, TokenClass, split_heads};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, RequestError, SrcGroup, Tail};
+use kvferry_geometry::request::{
+    BlockTable, BoundRequest, DstGroup, DstPaged, Request, RequestError, SrcGroup, SrcPaged, Tail,
+};
 use kvferry_geometry::spec::{Item, ItemKind, ModelSpec, Retention};
 use kvferry_geometry::units::{BlockId, Bytes, GroupId, ItemId, RegionId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
@@ -326,9 +328,11 @@ fn no_request_makes_the_planner_panic() {
                 2 => request.dst[d].table = table(&mut c),
                 3 => request.src[s].held = range(&mut c),
                 4 => request.dst[d].cached = Tokens::new(odd(&mut c)),
-                5 => request.src.push(SrcGroup { table: table(&mut c), held: range(&mut c), tail: Tail::Frozen }),
-                6 => request.dst.push(DstGroup { table: table(&mut c), cached: Tokens::new(odd(&mut c)) }),
-                _ => request.src[s] = SrcGroup { table: table(&mut c), held: range(&mut c), tail: Tail::Exact },
+                5 => {
+                    request.src.push(SrcPaged { table: table(&mut c), held: range(&mut c), tail: Tail::Frozen }.into())
+                }
+                6 => request.dst.push(DstPaged { table: table(&mut c), cached: Tokens::new(odd(&mut c)) }.into()),
+                _ => request.src[s] = SrcPaged { table: table(&mut c), held: range(&mut c), tail: Tail::Exact }.into(),
             }
         }
         let Request { src, dst, .. } = &request;

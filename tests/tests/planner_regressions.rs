@@ -10,14 +10,14 @@ use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
 use kvferry_geometry::units::{BlockId, Bytes, ItemId, RankId, RegionId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_oracle::{DstTable, Execution, SrcTable, Table, Transfer, Verdict};
 
 fn spec(items: u32, heads: u32) -> ModelSpec {
-    let paged = || PagedItem { heads, components: vec![Component::new("k", 2, "u16")], retention: Retention::Full };
+    let paged = || PagedItem::new(heads, vec![Component::new("k", 2, "u16")]);
     ModelSpec::new((0..items).map(|i| Item::paged(&format!("l{i}"), paged())).collect()).unwrap()
 }
 
@@ -46,7 +46,7 @@ fn transfer(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64, tails: &[Tail
         held: TokenRange::new(Tokens::ZERO, Tokens::new(tokens)),
         tail: tails[group],
     };
-    let room = |_| DstGroup { table: BlockTable::contiguous(0, BlockId::ZERO, room), cached: Tokens::ZERO };
+    let room = |_| DstPaged { table: BlockTable::contiguous(0, BlockId::ZERO, room), cached: Tokens::ZERO }.into();
     let request = Request {
         tokens: Tokens::new(tokens),
         src: (0..src.groups().len()).map(held).collect(),
@@ -134,10 +134,10 @@ fn a_batch_whose_counts_overflow_is_refused_also_where_it_moves_nothing() {
 #[test]
 fn a_style_for_blocks_of_no_tokens_is_refused() {
     let spec = spec(1, 1);
-    let placement = Parallelism::tensor(&spec, 1).place(&spec, |_| HeadRule::Split).unwrap().remove(0);
+    let placement = Parallelism::tensor(&spec, 1).place(&spec, |_, _| HeadRule::Split).unwrap().remove(0);
     let style = LayoutStyle { kernel_block: Some(5), ..LayoutStyle::HND };
     let refused = style.build(&spec, &placement, &[(&[ItemId::ZERO], 0, 4)]);
-    assert!(matches!(refused, Err(StyleError::KernelBlock { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(StyleError::Divides { .. })), "{refused:?}");
 }
 
 #[test]

@@ -156,13 +156,16 @@ fn key() -> ContentKey {
 
 fn offer() -> OfferSpec {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
-    OfferSpec { groups: vec![SrcGroup { table: table(&SRC_BLOCKS), held, tail: Tail::Exact }], content_key: key() }
+    OfferSpec {
+        groups: vec![SrcPaged { table: table(&SRC_BLOCKS), held, tail: Tail::Exact }.into()],
+        content_key: key(),
+    }
 }
 
 fn wish(assurance: Assurance) -> PullSpec {
     PullSpec {
         tokens: Tokens::new(TOKENS),
-        groups: vec![DstGroup { table: table(&DST_BLOCKS), cached: Tokens::new(CACHED) }],
+        groups: vec![DstPaged { table: table(&DST_BLOCKS), cached: Tokens::new(CACHED) }.into()],
         content_key: key(),
         assurance,
         deadline: 10 * SECOND,
@@ -572,7 +575,10 @@ async fn a_burst_that_is_cut_off_breaks_no_rank() {
 /// What the decode engine could offer.
 fn offer_of_decode() -> OfferSpec {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
-    OfferSpec { groups: vec![SrcGroup { table: table(&DST_BLOCKS), held, tail: Tail::Exact }], content_key: key() }
+    OfferSpec {
+        groups: vec![SrcPaged { table: table(&DST_BLOCKS), held, tail: Tail::Exact }.into()],
+        content_key: key(),
+    }
 }
 
 /// More pulls at once than any queue has places are all delivered.

@@ -276,7 +276,7 @@ fn origin(transfer: &Transfer<'_>, value: u8, cell: Option<(&Cell<'_>, &[u8])>) 
 fn nearest(transfer: &Transfer<'_>, cell: &Cell<'_>, bytes: &[u8]) -> Option<String> {
     let mut best: Option<((bool, u64, u32), String)> = None;
     for item in transfer.src.spec().items() {
-        let paged = item.as_paged();
+        let Some(paged) = item.as_paged() else { continue };
         for component in &paged.components {
             let stamp = Stamp::new(&item.name, &component.name);
             for head in 0..paged.heads {

@@ -24,9 +24,9 @@ pub struct Missing {
 pub fn uncovered(spec: &ModelSpec, ranks: &[RankManifest], tokens: u64) -> Vec<Missing> {
     let mut missing = Vec::new();
     for (index, item) in spec.items().iter().enumerate() {
-        let heads = item.as_paged().heads;
+        let Some(heads) = item.as_paged().map(|p| p.heads) else { continue };
         let mut held = vec![vec![false; at(tokens)]; heads as usize];
-        for placed in ranks.iter().filter_map(|r| r.placement.get(index).copied().flatten()) {
+        for placed in ranks.iter().filter_map(|r| r.placement.get(index)?.as_ref()?.as_paged()) {
             for token in dealt(placed.tokens, tokens).into_iter().filter(|&t| t < tokens) {
                 for head in placed.heads.start()..placed.heads.end().min(heads) {
                     held[head as usize][at(token)] = true;

@@ -49,15 +49,19 @@ pub fn unusual(
                 let count = if shards { parallelism.pcp * parallelism.dcp } else { parallelism.dcp };
                 let index = if shards { before + dcp } else { dcp };
                 for (item, info) in spec.items().iter().enumerate() {
-                    let heads = info.as_paged().heads;
+                    let Some(heads) = info.as_paged().map(|p| p.heads) else { continue };
                     let expected = stage.iter().any(|i| i.index() == item).then(|| Share {
                         heads: match rules[item] {
                             HeadRule::Split => usual_heads(heads, parallelism.tp)[tp as usize],
                             HeadRule::Whole => (0, heads),
+                            HeadRule::Blocks(size) => {
+                                let blocks = usual_heads(heads / size, parallelism.tp)[tp as usize];
+                                (blocks.0 * size, blocks.1 * size)
+                            }
                         },
                         tokens: if count == 1 { (1, 1, 0) } else { (count, parallelism.interleave, index) },
                     });
-                    let got = ranks.get(rank).and_then(|r| *r.get(item)?).map(|p| Share {
+                    let got = ranks.get(rank).and_then(|r| r.get(item)?.as_ref()?.as_paged()).map(|p| Share {
                         heads: (p.heads.start(), p.heads.end()),
                         tokens: (p.tokens.count(), p.tokens.interleave(), p.tokens.index()),
                     });

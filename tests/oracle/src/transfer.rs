@@ -134,7 +134,8 @@ impl Transfer<'_> {
     /// Whether the token that follows the prompt reads `token`.
     fn reads(&self, dst_item: usize, token: u64) -> bool {
         let next = self.tokens;
-        match self.dst.spec().items()[dst_item].as_paged().retention {
+        let Some(paged) = self.dst.spec().items()[dst_item].as_paged() else { return false };
+        match paged.retention {
             // Itself and the W - 1 before it.
             Retention::Window(w) => next - token < w.get(),
             Retention::Chunk(c) => {

@@ -1,8 +1,8 @@
 //! Coordinates and their places, one by one.
 
-use kvferry_geometry::layout::ComponentView;
+use kvferry_geometry::layout::{ComponentView, View};
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::placement::TokenClass;
+use kvferry_geometry::placement::{Placement, TokenClass};
 use kvferry_geometry::spec::Component;
 use kvferry_geometry::units::Name;
 
@@ -59,9 +59,14 @@ pub fn dealt(class: TokenClass, entries: u64) -> Vec<u64> {
 /// the rank doesn't hold the item.
 pub fn walk<'m>(manifest: &'m Manifest, rank: usize, item: usize, table: &Table, mut visit: impl FnMut(Cell<'m>)) {
     let Some(r) = manifest.ranks().get(rank) else { return };
-    let (Some(Some(placed)), Some(Some(view))) = (r.placement.get(item), r.layout.views.get(item)) else { return };
+    let (Some(Some(Placement::Paged(placed))), Some(Some(View::Paged(view)))) =
+        (r.placement.get(item), r.layout.views.get(item))
+    else {
+        return;
+    };
     let Some(spec) = manifest.spec().items().get(item) else { return };
-    let named = |c: &'m ComponentView| Some((c, spec.as_paged().components.iter().find(|s| s.name == c.name)?));
+    let Some(paged) = spec.as_paged() else { return };
+    let named = |c: &'m ComponentView| Some((c, paged.components.iter().find(|s| s.name == c.name)?));
     let components: Vec<(&ComponentView, &Component)> = view.components.iter().filter_map(named).collect();
     let end = table.first + table.blocks.len() as u64;
     let tokens = dealt(placed.tokens, end * u64::from(view.block_size));

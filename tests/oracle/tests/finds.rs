@@ -2,16 +2,16 @@
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use kvferry_geometry::batch::{Base, Batch, Nest, PairRun, Part, Section};
-use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region};
+use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region, View};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::placement::{HeadRange, Placement, TokenClass};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{Bytes, ItemId, RankId, RegionId, Tokens};
 use kvferry_oracle::{DstTable, Execution, Finding, Mismatch, Report, SrcTable, Table, Transfer};
 
 /// One item `a` of two heads and 4 B, in four blocks of two tokens: `[block][token][head]`, 16 B a block.
 fn engine() -> Manifest {
-    let paged = PagedItem { heads: 2, components: vec![Component::new("k", 4, "f32")], retention: Retention::Full };
+    let paged = PagedItem::new(2, vec![Component::new("k", 4, "f32")]);
     let spec = ModelSpec::new(vec![Item::paged("a", paged)]).unwrap();
     let view = PagedView {
         region: RegionId::ZERO,
@@ -20,16 +20,11 @@ fn engine() -> Manifest {
         blocks: 4,
         block_size: 2,
         kernel: KernelBlock { size: 2, stride: Bytes::new(16) },
-        components: vec![ComponentView {
-            name: "k".into(),
-            offset: Bytes::ZERO,
-            head_stride: Bytes::new(4),
-            entry_stride: Bytes::new(8),
-        }],
+        components: vec![ComponentView::new("k".into(), 0, 4, 8)],
     };
     let regions = vec![Region { len: Bytes::new(64), kind: MemoryKind::Host }];
-    let layout = CacheLayout { regions, views: vec![Some(view)] };
-    let placement = vec![Some(Placement { heads: HeadRange::new(0, 2).unwrap(), tokens: TokenClass::ALL })];
+    let layout = CacheLayout { regions, views: vec![Some(View::Paged(view))] };
+    let placement = vec![Some(Placement::paged(HeadRange::new(0, 2).unwrap(), TokenClass::ALL))];
     let group = CacheGroup { name: "g".into(), items: vec![ItemId::ZERO], block_tokens: Tokens::new(2) };
     Manifest::new(spec, vec![group], vec![RankManifest { placement, layout }]).unwrap()
 }

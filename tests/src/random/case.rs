@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use kvferry_geometry::batch::Batch;
 use kvferry_geometry::compat::Compatible;
+use kvferry_geometry::layout::View;
 use kvferry_geometry::manifest::{CacheGroup, Manifest};
-use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::placement::{HeadRule, Parallelism, RankPlacement};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, DstPaged, Request, SrcGroup, SrcPaged, Tail};
 use kvferry_geometry::spec::{ModelSpec, Retention};
 use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
@@ -100,12 +101,16 @@ impl Case {
             let ids: Vec<BlockId> = t.blocks.iter().map(|&b| BlockId::new(b)).collect();
             BlockTable::new(t.first, &ids)
         };
-        let src = |s: &SrcTable| SrcGroup {
-            table: table(&s.table),
-            held: TokenRange::new(Tokens::new(s.held.start), Tokens::new(s.held.end)),
-            tail: if s.frozen { Tail::Frozen } else { Tail::Exact },
+        let src = |s: &SrcTable| -> SrcGroup {
+            let paged = SrcPaged {
+                table: table(&s.table),
+                held: TokenRange::new(Tokens::new(s.held.start), Tokens::new(s.held.end)),
+                tail: if s.frozen { Tail::Frozen } else { Tail::Exact },
+            };
+            paged.into()
         };
-        let dst = |d: &DstTable| DstGroup { table: table(&d.table), cached: Tokens::new(d.cached) };
+        let dst =
+            |d: &DstTable| -> DstGroup { DstPaged { table: table(&d.table), cached: Tokens::new(d.cached) }.into() };
         Request {
             tokens: Tokens::new(self.tokens),
             src: self.src_tables.iter().map(src).collect(),
@@ -121,7 +126,8 @@ impl Case {
         let compatible = Compatible::new(self.src.clone(), self.dst.clone()).map_err(|e| e.to_string())?;
         // A third of the maps know distances.
         let far = |src: RankId, dst: RankId| if self.salt % 3 == 2 { (src.get() * 5 + dst.get() * 3) % 4 } else { 0 };
-        let peers = PeerMap::with_distance(&compatible, self.salt, far).map_err(|e| e.to_string())?;
+        let peers = PeerMap::with(&compatible, PeerOptions { salt: self.salt, stripe: false }, far)
+            .map_err(|e| e.to_string())?;
         let bound = BoundRequest::new(&compatible, self.request()).map_err(|e| e.to_string())?;
         let mut batches = Vec::new();
         for pair in peers.pairs() {
@@ -204,7 +210,11 @@ impl Case {
             !ranks.0.is_multiple_of(ranks.1) && !ranks.1.is_multiple_of(ranks.0),
         );
         let views = |m: &Manifest| {
-            let views: Vec<_> = m.ranks().iter().flat_map(|r| r.layout.views.iter().flatten().cloned()).collect();
+            let views: Vec<_> = m
+                .ranks()
+                .iter()
+                .flat_map(|r| r.layout.views.iter().flatten().filter_map(View::as_paged).cloned())
+                .collect();
             views
         };
         let kernels = |m: &Manifest| views(m).iter().any(|v| v.kernel.size < v.block_size);
@@ -213,15 +223,17 @@ impl Case {
         let partial = |m: &Manifest| m.ranks().iter().any(|r| r.placement.contains(&None));
         note("pipeline stages on both sides", partial(&self.src) && partial(&self.dst));
         let spec = self.src.spec();
-        let kinds: Vec<bool> = spec.items().iter().map(|i| i.as_paged().heads == 1).collect();
+        let kinds: Vec<bool> = spec.items().iter().map(|i| i.as_paged().unwrap().heads == 1).collect();
         let mixed =
             |g: &CacheGroup| g.items.iter().any(|i| kinds[i.index()]) && g.items.iter().any(|i| !kinds[i.index()]);
         note("one and several heads in one group", self.src.groups().iter().any(mixed));
         note("several groups", self.src.groups().len() > 1 && self.dst.groups().len() > 1);
         note("groups differ", self.src.groups().len() != self.dst.groups().len());
         note("item order differs", spec.items().iter().zip(self.dst.spec().items()).any(|(a, b)| a.name != b.name));
-        let windows = |m: &ModelSpec| m.items().iter().any(|i| matches!(i.as_paged().retention, Retention::Window(_)));
-        let chunks = |m: &ModelSpec| m.items().iter().any(|i| matches!(i.as_paged().retention, Retention::Chunk(_)));
+        let windows =
+            |m: &ModelSpec| m.items().iter().any(|i| matches!(i.as_paged().unwrap().retention, Retention::Window(_)));
+        let chunks =
+            |m: &ModelSpec| m.items().iter().any(|i| matches!(i.as_paged().unwrap().retention, Retention::Chunk(_)));
         note("windows", windows(spec));
         note("chunks", chunks(spec));
         let sizes = |m: &Manifest| m.groups().iter().map(|g| g.block_tokens.get()).collect::<Vec<_>>();
@@ -242,8 +254,10 @@ impl Case {
 }
 
 /// Every item's placement on every rank.
-fn placements(m: &Manifest) -> impl Iterator<Item = (usize, kvferry_geometry::placement::Placement)> {
-    m.ranks().iter().flat_map(|r| r.placement.iter().enumerate().filter_map(|(i, p)| Some((i, (*p)?))))
+fn placements(m: &Manifest) -> impl Iterator<Item = (usize, kvferry_geometry::placement::PagedPlacement)> {
+    m.ranks()
+        .iter()
+        .flat_map(|r| r.placement.iter().enumerate().filter_map(|(i, p)| Some((i, *p.as_ref()?.as_paged()?))))
 }
 
 impl fmt::Debug for Case {
@@ -252,7 +266,7 @@ impl fmt::Debug for Case {
         for (side, text, manifest) in [("src", &self.text[0], &self.src), ("dst", &self.text[1], &self.dst)] {
             writeln!(f, "{side}: {text}")?;
             for item in manifest.spec().items() {
-                let p = item.as_paged();
+                let p = item.as_paged().unwrap();
                 let widths: Vec<_> = p.components.iter().map(|c| (c.name.as_str(), c.width.get())).collect();
                 writeln!(f, "  {}: {} heads, {widths:?}, {}", item.name, p.heads, p.retention)?;
             }
@@ -303,7 +317,7 @@ fn build(draft: &Draft, blocks: &[u32]) -> Engine {
 }
 
 fn retention_of(draft: &Draft, group: usize) -> Retention {
-    draft.spec.get(draft.groups[group].items[0]).unwrap().as_paged().retention
+    draft.spec.get(draft.groups[group].items[0]).unwrap().as_paged().unwrap().retention
 }
 
 /// The first token that is needed of `[0, n)`, by walking; `n` where none is.

@@ -128,7 +128,7 @@ impl Draft {
         let mut refused = Vec::new();
         loop {
             let parallelism = sizes.over(&stages);
-            let rule = |item: &Item| rules[spec.find(&item.name).unwrap().index()];
+            let rule = |item: &Item, _: usize| rules[spec.find(&item.name).unwrap().index()];
             let ranks = parallelism.place(&spec, rule).expect("sizes in range");
             let groups = name_groups(&groups, |g| u64::from(block_sizes[g] * sizes.context()));
             let text = format!(
@@ -162,7 +162,7 @@ impl Draft {
         for (id, item) in spec.iter() {
             let c = &mut bulk;
             let group = groups.iter().position(|g| g.contains(&id)).unwrap();
-            let total = item.as_paged().heads;
+            let total = item.as_paged().unwrap().heads;
             let cut = |c: &mut Choices| {
                 let start = c.below(u64::from(total));
                 HeadRange::new(small(start), small(c.within(start + 1, u64::from(total)))).unwrap()
@@ -192,7 +192,7 @@ impl Draft {
                 for index in 0..context {
                     let heads = HeadRange::new(w[0], w[1]).unwrap();
                     let tokens = TokenClass::new(context, deal, index).unwrap();
-                    ranks[holders.next().unwrap()][id.index()] = Some(Placement { heads, tokens });
+                    ranks[holders.next().unwrap()][id.index()] = Some(Placement::paged(heads, tokens));
                 }
             }
             for rank in holders {
@@ -200,7 +200,7 @@ impl Draft {
                     let context = c.pick(&contexts);
                     let deal = interleave(c, block_tokens[group] / u64::from(context));
                     let tokens = TokenClass::new(context, deal, small(c.below(u64::from(context)))).unwrap();
-                    ranks[rank][id.index()] = Some(Placement { heads: cut(c), tokens });
+                    ranks[rank][id.index()] = Some(Placement::paged(cut(c), tokens));
                 }
             }
         }
@@ -215,8 +215,8 @@ impl Draft {
     #[must_use]
     pub fn bytes_per_token(&self) -> u64 {
         let of_item = |(p, item): (&Option<Placement>, &Item)| {
-            let Some(p) = p else { return 0 };
-            let width: u64 = item.as_paged().components.iter().map(|x| x.width.get()).sum();
+            let Some(Placement::Paged(p)) = p else { return 0 };
+            let width: u64 = item.as_paged().unwrap().components.iter().map(|x| x.width.get()).sum();
             (u64::from(p.heads.count()) * width).div_ceil(u64::from(p.tokens.count()))
         };
         self.ranks.iter().flat_map(|r| r.iter().zip(self.spec.items()).map(of_item)).sum()
@@ -272,7 +272,7 @@ impl Draft {
         let mut pages = Vec::new();
         for (group, (info, &blocks)) in self.groups.iter().zip(blocks).enumerate() {
             for id in &info.items {
-                if let Some(p) = placement[id.index()] {
+                if let Some(Placement::Paged(p)) = &placement[id.index()] {
                     let block_size = small(info.block_tokens.get()) / p.tokens.count();
                     pages.push(Page { item: id.index(), group, heads: p.heads.count(), block_size, blocks });
                 }
@@ -342,9 +342,9 @@ fn random_groups(c: &mut Choices, spec: &ModelSpec) -> Vec<Vec<ItemId>> {
     let mut c = c.fork();
     let mut groups: Vec<Vec<ItemId>> = Vec::new();
     for (id, item) in spec.iter() {
-        let retention = |id: ItemId| spec.get(id).unwrap().as_paged().retention;
+        let retention = |id: ItemId| spec.get(id).unwrap().as_paged().unwrap().retention;
         let alike: Vec<usize> =
-            (0..groups.len()).filter(|&g| retention(groups[g][0]) == item.as_paged().retention).collect();
+            (0..groups.len()).filter(|&g| retention(groups[g][0]) == item.as_paged().unwrap().retention).collect();
         if alike.is_empty() || c.chance(25) {
             groups.push(vec![id]);
         } else {
@@ -394,5 +394,5 @@ fn random_style(c: &mut Choices, draft: &Draft) -> LayoutStyle {
         draft.ranks.iter().flat_map(|r| draft.pages(r, &vec![1; draft.groups.len()])).map(|p| p.block_size).collect();
     let common: Vec<u32> = (1..=24).filter(|k| sizes.iter().all(|s| s % k == 0)).collect();
     let kernel_block = if c.chance(35) { Some(c.pick(&common)) } else { None };
-    LayoutStyle { order, components, rows, padding, kernel_block }
+    LayoutStyle { order, components, rows, padding, kernel_block, ..LayoutStyle::HND }
 }

@@ -47,5 +47,5 @@ fn random_item(c: &mut Choices, retentions: &[Retention]) -> PagedItem {
         let width = if c.chance(40) { c.within(1, widest) } else { c.pick(&[2, 4, 1, 3]) };
         components.push(Component::new(name, width, "bf16"));
     }
-    PagedItem { heads, components, retention }
+    PagedItem { retention, ..PagedItem::new(heads, components) }
 }

@@ -1,6 +1,6 @@
 //! Layouts that no style writes: loops nested in any order, gaps anywhere, regions shared in any way.
 
-use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region};
+use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region, View};
 use kvferry_geometry::spec::{ModelSpec, PagedItem};
 use kvferry_geometry::units::{Bytes, RegionId};
 
@@ -89,13 +89,13 @@ fn place_behind(
         let mut axes = [Axis::Block, Axis::Kernel, Axis::Head, Axis::Entry, Axis::Component];
         let free = if own.chance(50) { 1 } else { 0 };
         own.shuffle(&mut axes[free..]);
-        let mut nested = nest(&mut own, spec.items()[page.item].as_paged(), page, &axes, blocks);
+        let mut nested = nest(&mut own, spec.items()[page.item].as_paged().unwrap(), page, &axes, blocks);
         if axes[0] == Axis::Block {
             nested.view.block_stride = Bytes::new(nested.view.block_stride.get() + between);
             nested.span += between * u64::from(blocks);
         }
         (nested.view.region, nested.view.offset) = (region, Bytes::new(end));
-        layout.views[page.item] = Some(nested.view);
+        layout.views[page.item] = Some(View::Paged(nested.view));
         end += nested.span + gap(c);
     }
     layout.regions.push(Region { len: Bytes::new(end), kind: MemoryKind::Host });
@@ -110,7 +110,7 @@ fn place_rows(c: &mut Choices, spec: &ModelSpec, pages: &[Page], layout: &mut Ca
     for page in pages {
         let mut axes = [Axis::Kernel, Axis::Head, Axis::Entry, Axis::Component];
         c.shuffle(&mut axes);
-        let mut nested = nest(c, spec.items()[page.item].as_paged(), page, &axes, page.blocks);
+        let mut nested = nest(c, spec.items()[page.item].as_paged().unwrap(), page, &axes, page.blocks);
         if !ends.iter().any(|e| e.0 == page.group) {
             ends.push((page.group, 0));
         }
@@ -123,7 +123,7 @@ fn place_rows(c: &mut Choices, spec: &ModelSpec, pages: &[Page], layout: &mut Ca
     let blocks = pages.iter().map(|p| u64::from(p.blocks)).max().unwrap_or(0);
     for (item, mut view) in views {
         view.block_stride = Bytes::new(row);
-        layout.views[item] = Some(view);
+        layout.views[item] = Some(View::Paged(view));
     }
     layout.regions.push(Region { len: Bytes::new(start + row * blocks + gap(c)), kind: MemoryKind::Host });
 }
@@ -133,6 +133,7 @@ fn shuffle_regions(c: &mut Choices, layout: &mut CacheLayout) {
     c.shuffle(&mut order);
     layout.regions = order.iter().map(|&old| layout.regions[old]).collect();
     for view in layout.views.iter_mut().flatten() {
+        let View::Paged(view) = view else { continue };
         let new = order.iter().position(|&old| old == view.region.index()).unwrap();
         view.region = RegionId::new(small(new as u64));
     }
@@ -148,16 +149,8 @@ fn nest(c: &mut Choices, paged: &PagedItem, page: &Page, axes: &[Axis], blocks: 
     let divisors: Vec<u32> = (1..=page.block_size).rev().filter(|d| page.block_size.is_multiple_of(*d)).collect();
     let kernel = c.pick(&divisors);
     let mut spans: Vec<u64> = paged.components.iter().map(|x| x.width.get()).collect();
-    let mut components: Vec<ComponentView> = paged
-        .components
-        .iter()
-        .map(|x| ComponentView {
-            name: x.name.clone(),
-            offset: Bytes::ZERO,
-            head_stride: Bytes::ZERO,
-            entry_stride: Bytes::ZERO,
-        })
-        .collect();
+    let mut components: Vec<ComponentView> =
+        paged.components.iter().map(|x| ComponentView::new(x.name.clone(), 0, 0, 0)).collect();
     let (mut block_stride, mut kernel_stride, mut joined) = (0, 0, false);
     for axis in axes.iter().rev() {
         match axis {
