@@ -78,6 +78,30 @@ impl Nest {
         Self { dims: ArrayVec::new(), run }
     }
 
+    /// The fewest loops around the longest run: loops that continue the run join it, loops that continue each other become
+    /// one. What is left goes outermost by destination stride, so that writes go forward.
+    pub(crate) fn collapsed(mut dims: ArrayVec<Dim, MAX_DIMS>, mut run: u64) -> Self {
+        dims.retain(|d| d.count > 1);
+        while let Some(at) = dims.iter().position(|d| d.src_stride == run && d.dst_stride == run) {
+            run *= dims[at].count;
+            dims.remove(at);
+        }
+        dims.sort_by_key(|d| core::cmp::Reverse(d.dst_stride));
+        let mut merged: ArrayVec<Dim, MAX_DIMS> = ArrayVec::new();
+        for inner in dims {
+            match merged.last_mut() {
+                Some(outer)
+                    if inner.src_stride.checked_mul(inner.count) == Some(outer.src_stride)
+                        && inner.dst_stride.checked_mul(inner.count) == Some(outer.dst_stride) =>
+                {
+                    *outer = Dim { count: outer.count * inner.count, ..inner };
+                }
+                _ => merged.push(inner),
+            }
+        }
+        Self { dims: merged, run }
+    }
+
     /// How many runs the loops make.
     #[must_use]
     pub fn runs(&self) -> u64 {
@@ -126,6 +150,31 @@ impl core::ops::Deref for Pairs {
     fn deref(&self) -> &[PairRun] {
         &self.0
     }
+}
+
+/// Joins pair runs that go on by the steps.
+pub(crate) fn joined(
+    pairs: impl Iterator<Item = PairRun>,
+    (src_step, dst_step): (u64, u64),
+    most: usize,
+) -> Vec<PairRun> {
+    let mut out: Vec<PairRun> = Vec::with_capacity(most);
+    // Where the last run would go on; nowhere at first.
+    let mut next = (u64::MAX, u64::MAX);
+    for pair in pairs {
+        let count = u64::from(pair.count);
+        match out.last_mut() {
+            Some(last)
+                if next == (u64::from(pair.src), u64::from(pair.dst))
+                    && last.count.checked_add(pair.count).is_some() =>
+            {
+                last.count += pair.count;
+            }
+            _ => out.push(pair),
+        }
+        next = (u64::from(pair.src) + count * src_step, u64::from(pair.dst) + count * dst_step);
+    }
+    out
 }
 
 /// Block pairs times a nest.

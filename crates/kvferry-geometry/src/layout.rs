@@ -32,7 +32,7 @@ mod style;
 
 pub(crate) use alias::Shared;
 pub use check::LayoutError;
-pub use style::{ComponentOrder, LayoutStyle, Rows, StyleError, TokenOrder};
+pub use style::{ComponentOrder, LayoutStyle, Rows, StateOrder, StyleError, TokenOrder};
 
 /// Where memory lives.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

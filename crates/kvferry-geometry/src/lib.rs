@@ -23,6 +23,7 @@ pub mod placement;
 pub mod plan;
 pub mod request;
 pub mod spec;
+pub mod staged;
 mod token_set;
 pub mod units;
 pub mod zero;

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use super::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, PartView, Region, StateView, View};
 use crate::placement::{PagedPlacement, Placement, RankPlacement, StatePlacement};
-use crate::spec::{Component, Item, ItemKind, ModelSpec, PagedItem, StateItem, ValueHeads};
+use crate::spec::{Component, Item, ItemKind, ModelSpec, PagedItem, StateItem, StatePart, ValueHeads};
 use crate::units::{Bytes, ItemId, Name, RegionId};
 
 /// Which of heads and tokens is outside in a block.
@@ -42,7 +42,7 @@ pub enum Rows {
 pub enum StateOrder {
     /// `[unit][row]`: dim-first.
     UnitsOuter,
-    /// `[row][unit]`: state-first.
+    /// `[row][unit]`: state-first. Neighbouring parts with equally many rows share them.
     RowsOuter,
 }
 
@@ -340,18 +340,32 @@ impl LayoutStyle {
     }
 
     fn parts_of(&self, state: &StateItem, placed: &StatePlacement) -> Vec<PartView> {
+        let members: Vec<(&StatePart, u64)> = state
+            .parts
+            .iter()
+            .zip(&placed.parts)
+            .map(|(p, units)| (p, u64::from(units.count()) * p.width.get()))
+            .collect();
         let mut offset = 0;
         let mut out = Vec::new();
-        for (part, units) in state.parts.iter().zip(&placed.parts) {
-            let scratch_rows = self.scratch(part.rows);
-            let (width, units) = (part.width.get(), u64::from(units.count()));
-            let rows = u64::from(part.rows) + u64::from(scratch_rows);
-            let (row_stride, unit_stride) = match self.state_order {
-                StateOrder::UnitsOuter => (width, width * rows),
-                StateOrder::RowsOuter => (width * units, width),
-            };
-            out.push(PartView { scratch_rows, ..PartView::new(part.name.clone(), offset, row_stride, unit_stride) });
-            offset += rows * units * width;
+        // With rows outside, neighbours with equally many rows share them: a convolution's row is x, B, C.
+        let share = |a: &(&StatePart, u64), b: &(&StatePart, u64)| {
+            self.state_order == StateOrder::RowsOuter && a.0.rows > 1 && a.0.rows == b.0.rows
+        };
+        for together in members.chunk_by(share) {
+            let row: u64 = together.iter().map(|m| m.1).sum();
+            let mut in_row = 0;
+            for (part, bytes) in together {
+                let scratch_rows = self.scratch(part.rows);
+                let (width, rows) = (part.width.get(), u64::from(part.rows) + u64::from(scratch_rows));
+                let view = match self.state_order {
+                    StateOrder::UnitsOuter => PartView::new(part.name.clone(), offset, width, width * rows),
+                    StateOrder::RowsOuter => PartView::new(part.name.clone(), offset + in_row, row, width),
+                };
+                out.push(PartView { scratch_rows, ..view });
+                in_row += bytes;
+            }
+            offset += row * together.first().map_or(0, |m| u64::from(m.0.rows) + u64::from(self.scratch(m.0.rows)));
         }
         out
     }

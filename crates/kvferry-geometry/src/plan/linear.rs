@@ -5,9 +5,8 @@
 
 use alloc::vec::Vec;
 
-use super::resolve::joined;
 use super::{ItemClass, nest};
-use crate::batch::{Nest, PairRun, Part};
+use crate::batch::{Nest, PairRun, Part, joined};
 use crate::request::{BlockTable, Reader};
 
 /// A class whose token `slot` (block id times block size, plus entry) lies at `slot` times `run` on both sides.

@@ -88,7 +88,7 @@ pub(super) fn state_cell(
     // What is one run on both sides can join its neighbours.
     let loops = [(count, src.stride, dst.stride), (units, src.head_stride, dst.head_stride)];
     let dims = loops.map(|(count, src_stride, dst_stride)| Dim { count, src_stride, dst_stride });
-    let nest = collapse(dims.into_iter().collect(), run);
+    let nest = Nest::collapsed(dims.into_iter().collect(), run);
     if nest.dims.is_empty() {
         let plain = |side: CellSide| CellSide { offset: side.offset, ..CellSide::default() };
         return Cell { run: nest.run, count: 1, units: 1, src: plain(src), dst: plain(dst) };
@@ -172,7 +172,7 @@ pub(super) struct CompiledPhase {
 impl CompiledPhase {
     pub(super) fn new(class: &ItemClass, phase: Phase) -> Self {
         let nests = class.cells.iter().map(|cell| place(class, cell, &phase)).collect();
-        let of_cell = |cell: &Cell| cell.units * collapse(dims(class, cell, &phase, 1), cell.run).runs();
+        let of_cell = |cell: &Cell| cell.units * Nest::collapsed(dims(class, cell, &phase, 1), cell.run).runs();
         let ranges = class.cells.iter().map(of_cell).sum();
         Self { phase, nests, ranges }
     }
@@ -191,7 +191,7 @@ fn place(class: &ItemClass, cell: &Cell, phase: &Phase) -> PlacedNest {
     PlacedNest {
         src_add: cell.src.offset + step(&class.src, &cell.src, phase.src_start),
         dst_add: cell.dst.offset + step(&class.dst, &cell.dst, phase.dst_start),
-        nest: collapse(dims(class, cell, phase, cell.units), cell.run),
+        nest: Nest::collapsed(dims(class, cell, phase, cell.units), cell.run),
     }
 }
 
@@ -213,28 +213,4 @@ fn dims(class: &ItemClass, cell: &Cell, phase: &Phase, heads: u64) -> ArrayVec<D
     }
     dims.push(Dim { count: phase.len, src_stride: cell.src.entry_stride, dst_stride: cell.dst.entry_stride });
     dims
-}
-
-/// The fewest loops around the longest run: loops that continue the run join it, loops that continue each other become
-/// one. What is left goes outermost by destination stride, so that writes go forward.
-fn collapse(mut dims: ArrayVec<Dim, MAX_DIMS>, mut run: u64) -> Nest {
-    dims.retain(|d| d.count > 1);
-    while let Some(at) = dims.iter().position(|d| d.src_stride == run && d.dst_stride == run) {
-        run *= dims[at].count;
-        dims.remove(at);
-    }
-    dims.sort_by_key(|d| core::cmp::Reverse(d.dst_stride));
-    let mut merged: ArrayVec<Dim, MAX_DIMS> = ArrayVec::new();
-    for inner in dims {
-        match merged.last_mut() {
-            Some(outer)
-                if inner.src_stride.checked_mul(inner.count) == Some(outer.src_stride)
-                    && inner.dst_stride.checked_mul(inner.count) == Some(outer.dst_stride) =>
-            {
-                *outer = Dim { count: outer.count * inner.count, ..inner };
-            }
-            _ => merged.push(inner),
-        }
-    }
-    Nest { dims: merged, run }
 }

@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 
 use super::nest::{CompiledPhase, PlacedNest};
 use super::{ItemClass, PairPlan, PlanError, walk};
-use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section};
+use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section, joined};
 use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
 use crate::units::{BlockId, ItemId, TokenRange};
 
@@ -283,29 +283,4 @@ fn block_pairs(mut src: Walk<'_>, mut dst: Walk<'_>, count: u64) -> Vec<PairRun>
 fn every(list: &[BlockId], at: u64, step: u64) -> impl Iterator<Item = BlockId> {
     let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
     list.get(fits(at)..).unwrap_or_default().chunks(fits(step).max(1)).map(|chunk| chunk[0])
-}
-
-/// Joins pair runs that go on by the steps.
-pub(super) fn joined(
-    pairs: impl Iterator<Item = PairRun>,
-    (src_step, dst_step): (u64, u64),
-    most: usize,
-) -> Vec<PairRun> {
-    let mut out: Vec<PairRun> = Vec::with_capacity(most);
-    // Where the last run would go on; nowhere at first.
-    let mut next = (u64::MAX, u64::MAX);
-    for pair in pairs {
-        let count = u64::from(pair.count);
-        match out.last_mut() {
-            Some(last)
-                if next == (u64::from(pair.src), u64::from(pair.dst))
-                    && last.count.checked_add(pair.count).is_some() =>
-            {
-                last.count += pair.count;
-            }
-            _ => out.push(pair),
-        }
-        next = (u64::from(pair.src) + count * src_step, u64::from(pair.dst) + count * dst_step);
-    }
-    out
 }
