@@ -11,7 +11,8 @@ use crate::dtype::Dtype;
 use crate::error::{Faults, InputError, InputErrors, InputFault};
 use crate::hybrid;
 use crate::json;
-use crate::model::{Attention, ItemNames, KvAuto, MAX_LAYERS, Model, ModelError, NotYet};
+use crate::mixer::Mixer;
+use crate::model::{Attention, ItemNames, KvAuto, Layer, MAX_LAYERS, Model, ModelError, Mtp, StateName};
 use crate::tree::{Node, Section, Table, Value, clip};
 
 /// The most values of one head or latent.
@@ -45,8 +46,8 @@ enum Kind {
     Latent,
     /// MLA with an indexer.
     Indexed,
-    /// A hybrid: its rule and the state's name.
-    State(hybrid::Rule, &'static str),
+    /// A hybrid: which layers keep a state, and which. Its attention has heads, or a latent in Kimi Linear.
+    Hybrid(hybrid::Rule, Mixer),
 }
 
 struct Family {
@@ -70,13 +71,13 @@ const FAMILIES: &[Family] = &[
     family("deepseek_v3", Kind::Latent, Window::Never),
     family("deepseek_v32", Kind::Indexed, Window::Never),
     family("kimi_k2", Kind::Latent, Window::Never),
-    family("nemotron_h", Kind::State(hybrid::Rule::Letters, "mamba2"), Window::Never),
-    family("qwen3_next", Kind::State(hybrid::Rule::Interval, "gated delta net"), Window::Never),
-    family("kimi_linear", Kind::State(hybrid::Rule::NumberedFromOne, "KDA"), Window::Never),
-    family("jamba", Kind::State(hybrid::Rule::Period, "mamba1"), Window::Never),
-    family("bamba", Kind::State(hybrid::Rule::Indices, "mamba2"), Window::Never),
-    family("falcon_h1", Kind::State(hybrid::Rule::Both, "mamba2"), Window::Never),
-    family("minimax_text_01", Kind::State(hybrid::Rule::ZeroOne, "lightning attention"), Window::Never),
+    family("nemotron_h", Kind::Hybrid(hybrid::Rule::Letters, Mixer::NemotronH), Window::Never),
+    family("qwen3_next", Kind::Hybrid(hybrid::Rule::Interval, Mixer::Qwen3Next), Window::Never),
+    family("kimi_linear", Kind::Hybrid(hybrid::Rule::NumberedFromOne, Mixer::KimiLinear), Window::Never),
+    family("jamba", Kind::Hybrid(hybrid::Rule::Period, Mixer::Jamba), Window::Never),
+    family("bamba", Kind::Hybrid(hybrid::Rule::Indices, Mixer::Bamba), Window::Never),
+    family("falcon_h1", Kind::Hybrid(hybrid::Rule::Both, Mixer::FalconH1), Window::Never),
+    family("minimax_text_01", Kind::Hybrid(hybrid::Rule::ZeroOne, Mixer::MiniMax), Window::Never),
 ];
 
 /// Types that hold the language model's configuration in `text_config`.
@@ -107,11 +108,8 @@ pub(crate) fn from_node(file: &str, root: &Node, path: &str) -> Result<Model, Mo
         faults.push(root.line, path, InputFault::WrongType { expected: "a table", got: root.value.describe() });
         return Err(faults.finish::<()>(None).err().map_or_else(|| unreadable(file), Into::into));
     };
-    match read(table, path, root.line, &mut faults) {
-        Some(Read::NotYet(not_yet)) if faults.is_empty() => Err(not_yet.into()),
-        Some(Read::Model(model)) => Ok(faults.finish(Some(*model))?),
-        _ => Ok(faults.finish(None)?),
-    }
+    let model = read(table, path, root.line, &mut faults);
+    Ok(faults.finish(model)?)
 }
 
 fn unreadable(file: &str) -> ModelError {
@@ -119,12 +117,7 @@ fn unreadable(file: &str) -> ModelError {
     InputErrors::from(InputError { file: file.into(), line: None, key: String::new(), fault }).into()
 }
 
-enum Read {
-    Model(Box<Model>),
-    NotYet(Box<NotYet>),
-}
-
-fn read(table: &Table, path: &str, line: u32, faults: &mut Faults) -> Option<Read> {
+fn read(table: &Table, path: &str, line: u32, faults: &mut Faults) -> Option<Model> {
     let root = Section::new(table, path, line);
     let inner_path = format!("{}.", root.key("text_config"));
     let nested = match root.get("text_config").map(|n| &n.value) {
@@ -141,29 +134,27 @@ fn read(table: &Table, path: &str, line: u32, faults: &mut Faults) -> Option<Rea
     if nested.is_some() {
         agree(root, text, faults);
     }
-    let dtype = dtype(root, text, faults);
     let layers =
         text.needed("num_hidden_layers", MAX_LAYERS, "it is the number of layers that the cache is sized by", faults)?;
-    let mut model = Model {
-        name: family.model_type.into(),
-        dtype,
-        kv_auto: kv_auto(root, text, faults),
-        names: names(family, nested.is_some()),
-        layers: Vec::new(),
-        mtp: text.number("num_nextn_predict_layers", 0, 16, faults).unwrap_or(0),
-    };
-    if let Kind::State(rule, kind) = family.kind {
-        return hybrid::read(&model, rule, kind, layers, text, faults).map(Read::NotYet);
-    }
-    model.layers = match family.kind {
-        Kind::Latent | Kind::Indexed => latent_layers(family.kind, layers, text, faults)?,
-        _ => head_layers(family, layers, text, faults)?,
+    let mut all = match family.kind {
+        Kind::Latent | Kind::Indexed => {
+            latent_layer(family.kind, text, faults).map(|l| (0..layers).map(|_| l).collect())
+        }
+        Kind::Heads | Kind::GlobalHeads => head_layers(family, layers, text, faults),
+        Kind::Hybrid(rule, mixer) => hybrid_layers(family, rule, mixer, layers, text, faults),
     };
     let shared = text.number("num_kv_shared_layers", 0, layers - 1, faults).unwrap_or(0);
-    for layer in model.layers.iter_mut().rev().take(shared as usize) {
-        *layer = None;
+    for layer in all.iter_mut().flat_map(|l: &mut Vec<Layer>| l.iter_mut().rev().take(shared as usize)) {
+        layer.attention = None;
     }
-    Some(Read::Model(Box::new(model)))
+    let state_auto = match family.kind {
+        Kind::Hybrid(_, mixer) => mixer.state_dtype(text, faults),
+        _ => None,
+    };
+    let mtp = mtp(family, all.as_deref().unwrap_or_default(), text, faults);
+    let (dtype, kv_auto) = (dtype(root, text, faults), kv_auto(root, text, faults));
+    let names = names(family, nested.is_some());
+    Some(Model { name: family.model_type.into(), dtype, kv_auto, state_auto, names, layers: all?, mtp })
 }
 
 fn find_family(root: Section<'_>, nested: Option<Section<'_>>, faults: &mut Faults) -> Option<&'static Family> {
@@ -210,11 +201,42 @@ fn find_family(root: Section<'_>, nested: Option<Section<'_>>, faults: &mut Faul
     find(inner)
 }
 
-/// Item names as vLLM makes them: the attention module's prefix.
+/// Item names as vLLM makes them: the module's prefix.
 fn names(family: &Family, nested: bool) -> ItemNames {
     let before = if nested { "language_model.model.layers." } else { "model.layers." };
-    let after = if family.model_type == "gpt_oss" { ".attn.attn" } else { ".self_attn.attn" };
-    ItemNames { before, after }
+    let (attention, state) = match family.kind {
+        Kind::Hybrid(_, mixer) => mixer.names(),
+        _ if family.model_type == "gpt_oss" => (".attn.attn", StateName::After("")),
+        _ => (".self_attn.attn", StateName::After("")),
+    };
+    ItemNames { before, attention, state }
+}
+
+/// Multi-token-prediction layers: as the last layer with attention, or as the pattern says.
+fn mtp(family: &Family, layers: &[Layer], text: Section<'_>, faults: &mut Faults) -> Mtp {
+    let steps = text.number("num_nextn_predict_layers", 0, 16, faults).unwrap_or(0);
+    let last = layers.iter().rev().find_map(|l| l.attention);
+    let attention = Layer { attention: last, state: None };
+    if steps == 0 || last.is_none() {
+        return Mtp::default();
+    }
+    let (layers, before) = match family.kind {
+        Kind::Hybrid(hybrid::Rule::Letters, _) => {
+            let key = "mtp_hybrid_override_pattern";
+            if text.get(key).is_none() {
+                return Mtp::default();
+            }
+            let pattern = hybrid::letters(key, None, text, faults).unwrap_or_default();
+            if pattern.iter().any(|k| k.1) {
+                let known = "* (attention), E or - (no cache): prediction layers keep no state".into();
+                text.push(key, InputFault::UnknownValue { got: "M".into(), known }, faults);
+            }
+            (pattern.iter().map(|k| if k.0 { attention } else { Layer::default() }).collect(), Some("mtp.layers."))
+        }
+        Kind::Hybrid(hybrid::Rule::Interval, _) => (vec![attention], Some("mtp.layers.")),
+        _ => (vec![attention], None),
+    };
+    Mtp { steps, layers, before }
 }
 
 fn agree(root: Section<'_>, text: Section<'_>, faults: &mut Faults) {
@@ -284,7 +306,7 @@ fn kv_auto(root: Section<'_>, text: Section<'_>, faults: &mut Faults) -> KvAuto 
     KvAuto::Model
 }
 
-fn latent_layers(kind: Kind, layers: u32, text: Section<'_>, faults: &mut Faults) -> Option<Vec<Option<Attention>>> {
+fn latent_layer(kind: Kind, text: Section<'_>, faults: &mut Faults) -> Option<Layer> {
     const HINT: &str = "an MLA cache is sized by it";
     let latent = text.needed("kv_lora_rank", MAX_DIM, HINT, faults);
     let rope = text.needed("qk_rope_head_dim", MAX_DIM, HINT, faults);
@@ -299,11 +321,36 @@ fn latent_layers(kind: Kind, layers: u32, text: Section<'_>, faults: &mut Faults
         }
         None
     };
-    let layer = Attention::Latent { latent: latent?, rope: rope?, indexer };
-    Some((0..layers).map(|_| Some(layer)).collect())
+    let attention = Attention::Latent { latent: latent?, rope: rope?, indexer };
+    Some(Layer { attention: Some(attention), state: None })
 }
 
-fn head_layers(family: &Family, layers: u32, text: Section<'_>, faults: &mut Faults) -> Option<Vec<Option<Attention>>> {
+fn hybrid_layers(
+    family: &Family,
+    rule: hybrid::Rule,
+    mixer: Mixer,
+    layers: u32,
+    text: Section<'_>,
+    faults: &mut Faults,
+) -> Option<Vec<Layer>> {
+    let kept = hybrid::read(rule, layers, text, faults);
+    let state = mixer.state(text, faults);
+    let attention = if mixer == Mixer::KimiLinear {
+        latent_layer(Kind::Latent, text, faults).and_then(|l| l.attention)
+    } else {
+        if text.get("sliding_window").is_some() {
+            let fault = format!("is set, but {} models have no sliding layers", family.model_type);
+            text.push("sliding_window", InputFault::Contradiction(fault), faults);
+        }
+        let (heads, head_dim) = (kv_heads(family, text, faults), head_dim(text, faults));
+        heads.zip(head_dim).map(|(heads, head_dim)| Attention::Heads { heads, head_dim, retention: Retention::Full })
+    };
+    let (attention, state) = (attention?, state?);
+    let layer = |k: &hybrid::Kept| Layer { attention: k.0.then_some(attention), state: k.1.then_some(state) };
+    Some(kept?.iter().map(layer).collect())
+}
+
+fn head_layers(family: &Family, layers: u32, text: Section<'_>, faults: &mut Faults) -> Option<Vec<Layer>> {
     let retention = retentions(family, layers, text, faults);
     let heads = kv_heads(family, text, faults);
     let head_dim = head_dim(text, faults);
@@ -317,11 +364,11 @@ fn head_layers(family: &Family, layers: u32, text: Section<'_>, faults: &mut Fau
         }
     }
     let (heads, head_dim, full_heads, full_dim) = (heads?, head_dim?, full_heads?, full_dim?);
-    let layer = |&retention: &Retention| match retention {
-        Retention::Full => Attention::Heads { heads: full_heads, head_dim: full_dim, retention },
-        _ => Attention::Heads { heads, head_dim, retention },
+    let layer = |&retention: &Retention| {
+        let (heads, head_dim) = if retention == Retention::Full { (full_heads, full_dim) } else { (heads, head_dim) };
+        Layer { attention: Some(Attention::Heads { heads, head_dim, retention }), state: None }
     };
-    Some(retention?.iter().map(layer).map(Some).collect())
+    Some(retention?.iter().map(layer).collect())
 }
 
 fn kv_heads(family: &Family, text: Section<'_>, faults: &mut Faults) -> Option<u32> {
@@ -343,8 +390,11 @@ fn kv_heads(family: &Family, text: Section<'_>, faults: &mut Faults) -> Option<u
 }
 
 fn head_dim(text: Section<'_>, faults: &mut Faults) -> Option<u32> {
-    if text.get("head_dim").is_some() {
-        return text.count("head_dim", MAX_DIM, faults);
+    // Nemotron-H spells it `attention_head_dim` in some files.
+    for key in ["head_dim", "attention_head_dim"] {
+        if text.get(key).is_some() {
+            return text.count(key, MAX_DIM, faults);
+        }
     }
     let hint = "without head_dim the head's size is hidden_size / num_attention_heads";
     let hidden = text.needed("hidden_size", 1 << 24, hint, faults)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use kvferry_geometry::layout::{CacheLayout, LayoutStyle};
+use kvferry_geometry::layout::{CacheLayout, LayoutStyle, StyleError, View};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
 use kvferry_geometry::placement::{HeadRule, MAX_PLACEMENTS, MAX_RANKS, Parallelism, RankCoordinates, RankPlacement};
 use kvferry_geometry::spec::{Item, ModelSpec};
@@ -13,7 +13,8 @@ use kvferry_geometry::units::{ItemId, RankId, RegionId, Tokens};
 use crate::error::{InputError, InputErrors, InputFault};
 use crate::faults::ManifestFaults;
 use crate::grouping::{Group, Grouping, fits};
-use crate::model::{Model, ModelError, ModelItems, ModelOptions};
+use crate::items::{LayerItems, ModelItems, ModelOptions};
+use crate::model::{Model, ModelError};
 use crate::shape::Shape;
 use crate::stages::{StageLayers, even_stages};
 use crate::{describe_toml, read};
@@ -22,6 +23,8 @@ use crate::{describe_toml, read};
 pub const DEFAULT_BLOCK_SIZE: u32 = 16;
 /// Blocks of a group where the description doesn't say.
 pub const DEFAULT_BLOCKS: u32 = 1024;
+/// State slots of a group, for each that a request uses, where the description doesn't say.
+pub const DEFAULT_SLOTS: u32 = 64;
 /// The largest block, in tokens.
 pub const MAX_BLOCK_SIZE: u32 = 1 << 16;
 /// The most blocks.
@@ -57,13 +60,37 @@ pub struct EngineDescription {
     pub block_size: u32,
     /// Tokens of the kernel's block, where it is smaller.
     pub kernel_block: Option<u32>,
-    /// Blocks of each group; `None` is [`DEFAULT_BLOCKS`].
+    /// Blocks of each group; `None` is [`DEFAULT_BLOCKS`]. Groups that share memory have one pool of so many.
     pub blocks: Option<u32>,
+    /// Slots of recurrent states.
+    pub slots: Slots,
     /// Layout; its own `kernel_block` is overruled by the field above.
     pub layout: LayoutStyle,
     /// Which items share a block table.
     pub grouping: Grouping,
     pub(crate) origin: Origin,
+}
+
+/// The slots of recurrent states. Groups that share memory take them from the pool of blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Slots {
+    /// Slots of each group of states; `None` is [`DEFAULT_SLOTS`] times `per_request`.
+    pub count: Option<u32>,
+    /// Slots that one request uses at a time: its running state, and any checkpoints that are kept beside it.
+    pub per_request: u32,
+}
+
+impl Default for Slots {
+    /// One for a request, the usual number of requests.
+    fn default() -> Self {
+        Self { count: None, per_request: 1 }
+    }
+}
+
+impl Slots {
+    pub(crate) fn all(self) -> u32 {
+        self.count.unwrap_or(DEFAULT_SLOTS.saturating_mul(self.per_request))
+    }
 }
 
 /// Where a description was read: the lines of its keys.
@@ -109,6 +136,7 @@ impl EngineDescription {
             block_size: DEFAULT_BLOCK_SIZE,
             kernel_block: None,
             blocks: None,
+            slots: Slots::default(),
             layout: LayoutStyle::HND,
             grouping: Grouping::ByShape,
             origin: Origin::default(),
@@ -138,43 +166,62 @@ impl EngineDescription {
     /// # Errors
     /// Options that the model can't have.
     pub fn items(&self) -> Result<ModelItems, DescribeError> {
-        self.model.items(&self.options).map_err(|error| match error {
-            ModelError::Layers { ref model, got, has } => {
-                let text = format!("is {got}, but {model} has {has}; it must be 1 to {has}");
-                self.fault("layers", InputFault::Contradiction(text)).into()
-            }
-            ModelError::NoMtp { ref model } => {
-                let text = format!("is set, but {model} has no multi-token-prediction layers; leave it out");
-                self.fault("mtp", InputFault::Contradiction(text)).into()
-            }
-            ModelError::KvDtype { .. } => self.fault("kv_dtype", InputFault::Contradiction(error.to_string())).into(),
-            other => other.into(),
+        self.model.items(&self.options).map_err(|error| {
+            let mut faults = Vec::new();
+            if self.option_faults(&error, &mut faults) { InputErrors(faults).into() } else { error.into() }
         })
+    }
+
+    /// Turns a fault of the model's options into faults of this description's keys; false where it isn't one.
+    fn option_faults(&self, error: &ModelError, faults: &mut Vec<InputError>) -> bool {
+        let key = match error {
+            ModelError::Several(errors) => return errors.iter().all(|e| self.option_faults(e, faults)),
+            ModelError::Input(errors) => {
+                faults.extend(errors.0.iter().cloned());
+                return true;
+            }
+            ModelError::Layers { .. } => "layers",
+            ModelError::NoMtp { .. } | ModelError::Mtp { .. } => "mtp",
+            ModelError::KvDtype { option, .. } | ModelError::NoState { option, .. } => option,
+            ModelError::Scales { .. } => "scales",
+            _ => return false,
+        };
+        // The message names the option, as the key in front of it does.
+        let text = error.to_string();
+        let text = text.strip_prefix(key).map_or(text.as_str(), str::trim_start);
+        faults.push(self.error(key, InputFault::Contradiction(text.into())));
+        true
     }
 
     /// The engine's manifest.
     ///
     /// # Errors
-    /// All faults of the sizes, stages, groups and layout; else all faults of the manifest.
+    /// All faults of the options, sizes, stages, groups and layout; else all faults of the manifest.
     pub fn manifest(&self) -> Result<Manifest, DescribeError> {
-        let ModelItems { spec, layers } = self.items()?;
         let mut errors = Vec::new();
-        self.check_sizes(spec.items().len(), &mut errors);
-        let stages = self.stage_items(&layers, &mut errors);
-        let groups = self.groups(&spec, &mut errors);
+        let items = match self.items() {
+            Ok(items) => Some(items),
+            Err(DescribeError::Input(faults)) => {
+                errors.extend(faults.0);
+                None
+            }
+            Err(other) => return Err(other),
+        };
+        self.check_sizes(items.as_ref().map_or(0, |i| i.spec.items().len()), &mut errors);
+        let Some(items) = items else { return Err(InputErrors(errors).into()) };
+        let stages = self.stage_items(&items.layers, &mut errors);
+        let groups = self.groups(&items, &mut errors);
         if !errors.is_empty() {
             return Err(InputErrors(errors).into());
         }
         let Shape { tp, dcp, pcp, pcp_mode, interleave, .. } = self.shape;
         let parallelism = Parallelism { tp, dcp, pcp, pcp_mode, interleave, stages };
-        let rule = |item: &Item| {
-            let whole = self.whole.iter().any(|p| fits(p, item.name.as_str()));
-            if whole { HeadRule::Whole } else { HeadRule::Split }
-        };
-        let placements = parallelism.place(&spec, rule).map_err(|faults| {
-            let error = |f: &dyn fmt::Display| self.error("parallel", InputFault::Contradiction(f.to_string()));
-            InputErrors(faults.iter().map(|f| error(f)).collect())
-        })?;
+        let placements =
+            parallelism.place(&items.spec, |item, part| self.rule(&items, item, part)).map_err(|faults| {
+                let error = |f: &dyn fmt::Display| self.error("parallel", InputFault::Contradiction(f.to_string()));
+                InputErrors(faults.iter().map(|f| error(f)).collect())
+            })?;
+        let spec = items.spec;
         let context = parallelism.context();
         let mut ranks = Vec::new();
         let mut total = Some(0u64);
@@ -204,6 +251,12 @@ impl EngineDescription {
         })
     }
 
+    /// How tensor parallelism cuts a paged item, or a part of a state.
+    pub(crate) fn rule(&self, items: &ModelItems, item: &Item, part: usize) -> HeadRule {
+        let whole = self.whole.iter().any(|p| fits(p, item.name.as_str()));
+        if whole { HeadRule::Whole } else { items.rule(item, part, self.shape.tp) }
+    }
+
     /// Where a rank stands in the parallel dimensions.
     #[must_use]
     pub fn coordinates(&self, rank: RankId) -> RankCoordinates {
@@ -224,7 +277,7 @@ impl EngineDescription {
     }
 
     fn check_sizes(&self, items: usize, errors: &mut Vec<InputError>) {
-        let s = &self.shape;
+        let (s, before) = (&self.shape, errors.len());
         let values = [s.tp, s.pp, s.dcp, s.pcp, s.interleave];
         for ((key, limit), value) in Shape::LIMITS.into_iter().zip(values) {
             if value == 0 || value > limit {
@@ -232,7 +285,11 @@ impl EngineDescription {
                 errors.push(self.error(&format!("parallel.{key}"), fault));
             }
         }
-        if !errors.is_empty() {
+        if self.slots.per_request == 0 || self.slots.all() < self.slots.per_request {
+            let (got, max) = (self.slots.per_request.to_string(), u64::from(self.slots.all()));
+            errors.push(self.error("slots_per_request", InputFault::OutOfRange { got, min: 1, max }));
+        }
+        if errors.len() > before {
             return;
         }
         if !s.tp.is_multiple_of(s.dcp) {
@@ -253,7 +310,7 @@ impl EngineDescription {
     }
 
     /// The items of each stage.
-    fn stage_items(&self, layers: &[crate::LayerItems], errors: &mut Vec<InputError>) -> Vec<Vec<ItemId>> {
+    fn stage_items(&self, layers: &[LayerItems], errors: &mut Vec<InputError>) -> Vec<Vec<ItemId>> {
         let own = layers.iter().filter(|l| !l.extra).count();
         let own = u32::try_from(own).unwrap_or(u32::MAX);
         let stages = match &self.stages {
@@ -307,22 +364,29 @@ impl EngineDescription {
         out
     }
 
-    /// One rank's layout: each group's in turn, with its own style.
+    /// One rank's layout: each group's in turn, with its own style; those that share memory all at once.
     fn layout_of(
         &self,
         spec: &ModelSpec,
         placement: &RankPlacement,
         groups: &[Group],
     ) -> Result<CacheLayout, DescribeError> {
+        let sizes: Vec<_> = groups.iter().map(|g| (g.items.as_slice(), g.block_size, g.blocks)).collect();
+        let refused = |e: StyleError| self.fault("layout", InputFault::Contradiction(e.to_string()));
+        if let Some(first) = groups.first().filter(|g| g.style.share) {
+            return Ok(first.style.build(spec, placement, &sizes).map_err(refused)?);
+        }
         let mut all = CacheLayout { regions: Vec::new(), views: vec![None; spec.items().len()] };
-        for group in groups {
-            let built = group.style.build(spec, placement, &[(&group.items, group.block_size, group.blocks)]);
-            let built = built.map_err(|e| self.fault("layout", InputFault::Contradiction(e.to_string())))?;
+        for (group, sizes) in groups.iter().zip(&sizes) {
+            let built = group.style.build(spec, placement, &[*sizes]).map_err(refused)?;
             let before = u32::try_from(all.regions.len()).unwrap_or(u32::MAX);
             all.regions.extend(built.regions);
             for (slot, view) in all.views.iter_mut().zip(built.views) {
                 if let Some(mut view) = view {
-                    view.region = RegionId::new(view.region.get().saturating_add(before));
+                    match &mut view {
+                        View::Paged(v) => v.region = RegionId::new(v.region.get().saturating_add(before)),
+                        View::State(v) => v.region = RegionId::new(v.region.get().saturating_add(before)),
+                    }
                     *slot = Some(view);
                 }
             }

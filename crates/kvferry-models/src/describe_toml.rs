@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, Rows, TokenOrder};
+use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, Rows, StateOrder, TokenOrder};
+use kvferry_geometry::spec::{MAX_ITEMS, MAX_ROWS, MAX_SPAN};
 use kvferry_geometry::units::Bytes;
 
-use crate::describe::{DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS, Origin};
-use crate::dtype::{IndexerDtype, KvDtype};
+use crate::describe::{
+    DEFAULT_BLOCK_SIZE, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS, Origin, Slots,
+};
+use crate::dtype::{Dtype, IndexerDtype, KvDtype, Scales};
 use crate::error::{Faults, InputFault};
 use crate::grouping::{GroupRule, Grouping, RetentionKind};
-use crate::model::{MAX_LAYERS, Model, ModelError, ModelOptions};
+use crate::items::{ModelOptions, MtpLayers};
+use crate::model::{MAX_LAYERS, Model, ModelError};
 use crate::shape::Shape;
 use crate::stages::StageLayers;
 use crate::tree::{Node, Section, Value, clip};
@@ -20,7 +24,12 @@ const KEYS: &[&str] = &[
     "name",
     "model",
     "kv_dtype",
+    "draft_kv_dtype",
+    "scales",
+    "scale_block",
     "indexer",
+    "conv_dtype",
+    "state_dtype",
     "layers",
     "mtp",
     "draft",
@@ -29,13 +38,17 @@ const KEYS: &[&str] = &[
     "block_size",
     "kernel_block",
     "blocks",
+    "slots",
+    "slots_per_request",
     "layout",
     "groups",
     "group",
 ];
 const PARALLEL_KEYS: &[&str] = &["tp", "pp", "dcp", "pcp", "pcp_mode", "interleave", "stages"];
-const GROUP_KEYS: &[&str] = &["name", "items", "retention", "block_size", "kernel_block", "blocks", "layout"];
-const LAYOUT_KEYS: &[&str] = &["style", "order", "components", "rows", "padding"];
+const GROUP_KEYS: &[&str] =
+    &["name", "items", "retention", "split", "block_size", "kernel_block", "blocks", "slots", "layout"];
+const LAYOUT_KEYS: &[&str] =
+    &["style", "order", "components", "rows", "padding", "share", "state_order", "scratch_rows"];
 const MODEL_KEYS: &[&str] = &["preset", "file", "config"];
 /// The most groups, stages or drafts that are listed.
 const MAX_LIST: usize = 1024;
@@ -65,22 +78,20 @@ pub(crate) fn read(file: &str, text: &str, dir: Option<&Path>) -> Result<EngineD
     let Value::Table(table) = &root.value else { return Ok(faults.finish(None)?) };
     let top = Section::new(table, "", 1);
     top.only(KEYS, &mut faults);
-    // A model's own fault is told alone where nothing else is wrong, since it may be that it isn't supported yet.
     let mut model_fault = None;
     let model = model(top, dir, &mut faults, &mut model_fault);
     let drafts = drafts(top, dir, &mut faults, &mut model_fault);
     let (shape, stages) = parallel(top, &mut faults);
-    let options = ModelOptions {
-        kv_dtype: top.word("kv_dtype", KvDtype::KNOWN, KvDtype::parse, &mut faults).unwrap_or_default(),
-        indexer: top.word("indexer", IndexerDtype::KNOWN, IndexerDtype::parse, &mut faults).unwrap_or_default(),
-        layers: top.count("layers", MAX_LAYERS, &mut faults),
-        mtp: top.flag("mtp", &mut faults).unwrap_or(false),
-        drafts,
-    };
+    let mut options = options(top, &mut faults);
+    options.drafts = drafts;
     let whole = texts(top, "whole", &mut faults);
     let block_size = top.count("block_size", MAX_BLOCK_SIZE, &mut faults);
     let kernel_block = top.count("kernel_block", MAX_BLOCK_SIZE, &mut faults);
     let blocks = top.count("blocks", MAX_BLOCKS, &mut faults);
+    let slots = Slots {
+        count: top.count("slots", MAX_BLOCKS, &mut faults),
+        per_request: top.count("slots_per_request", MAX_BLOCKS, &mut faults).unwrap_or(1),
+    };
     let layout = layout(top, &mut faults);
     let grouping = grouping(top, &mut faults);
     let name = top.text("name", &mut faults).map(clip);
@@ -99,12 +110,64 @@ pub(crate) fn read(file: &str, text: &str, dir: Option<&Path>) -> Result<EngineD
         out.block_size = block_size.unwrap_or(out.block_size);
         out.kernel_block = kernel_block;
         out.blocks = blocks;
+        out.slots = slots;
         out.layout = layout.unwrap_or(out.layout);
         out.grouping = grouping;
         out.origin = Origin { file: Some(file.into()), lines: lines(&root) };
         out
     });
     Ok(faults.finish(described)?)
+}
+
+fn options(top: Section<'_>, faults: &mut Faults) -> ModelOptions {
+    const DTYPES: &str = "bf16, fp16 or fp32";
+    ModelOptions {
+        kv_dtype: top.word("kv_dtype", KvDtype::KNOWN, KvDtype::parse, faults).unwrap_or_default(),
+        draft_kv_dtype: top.word("draft_kv_dtype", KvDtype::KNOWN, KvDtype::parse, faults),
+        scales: scales(top, faults),
+        indexer: top.word("indexer", IndexerDtype::KNOWN, IndexerDtype::parse, faults).unwrap_or_default(),
+        conv_dtype: top.word("conv_dtype", DTYPES, Dtype::parse_short, faults),
+        state_dtype: top.word("state_dtype", DTYPES, Dtype::parse_short, faults),
+        layers: top.count("layers", MAX_LAYERS, faults),
+        mtp: mtp(top, faults),
+        drafts: Vec::new(),
+    }
+}
+
+/// `true`, `false` or how many.
+fn mtp(top: Section<'_>, faults: &mut Faults) -> MtpLayers {
+    match top.get("mtp").map(|n| &n.value) {
+        None | Some(Value::Bool(false)) => MtpLayers::None,
+        Some(Value::Bool(true)) => MtpLayers::All,
+        Some(Value::Integer(_)) => top.count("mtp", MAX_LAYERS, faults).map_or(MtpLayers::None, MtpLayers::First),
+        Some(other) => {
+            let (expected, got) = ("true, false or a whole number", other.describe());
+            top.push("mtp", InputFault::WrongType { expected, got }, faults);
+            MtpLayers::None
+        }
+    }
+}
+
+/// The scales' kind, and the tokens that one covers where that is a block.
+fn scales(top: Section<'_>, faults: &mut Faults) -> Scales {
+    let block = top.count("scale_block", MAX_SPAN, faults);
+    let size = || top.count("block_size", MAX_BLOCK_SIZE, &mut Faults::new("")).unwrap_or(DEFAULT_BLOCK_SIZE);
+    let tokens = block.unwrap_or_else(size);
+    let parse = |word: &str| match word {
+        "none" => Some(Scales::None),
+        "per-token-head" => Some(Scales::PerTokenHead),
+        "per-block-head" => Some(Scales::PerBlockHead(tokens)),
+        "per-block" => Some(Scales::PerBlock(tokens)),
+        _ => None,
+    };
+    let known = "none, per-token-head, per-block-head or per-block";
+    let scales = top.word("scales", known, parse, faults).unwrap_or_default();
+    if block.is_some() && matches!(scales, Scales::None | Scales::PerTokenHead) {
+        let text =
+            "is the tokens that one scale covers, but scales are neither per-block-head nor per-block; leave it out";
+        top.push("scale_block", InputFault::Contradiction(text.into()), faults);
+    }
+    scales
 }
 
 /// The line of every key, by its path; entries of lists by their number.
@@ -314,6 +377,15 @@ fn layout(section: Section<'_>, faults: &mut Faults) -> Option<LayoutStyle> {
     if let Some(padding) = inner.number("padding", 0, 1 << 30, faults) {
         style.padding = Bytes::new(padding.into());
     }
+    let state_order = |word: &str| match word {
+        "dim-first" => Some(StateOrder::UnitsOuter),
+        "state-first" => Some(StateOrder::RowsOuter),
+        _ => None,
+    };
+    style.share = inner.flag("share", faults).unwrap_or(style.share);
+    style.state_order =
+        inner.word("state_order", "dim-first or state-first", state_order, faults).unwrap_or(style.state_order);
+    style.scratch_rows = inner.number("scratch_rows", 0, MAX_ROWS, faults).unwrap_or(style.scratch_rows);
     Some(style)
 }
 
@@ -321,9 +393,12 @@ fn grouping(top: Section<'_>, faults: &mut Faults) -> Grouping {
     let by = |word: &str| match word {
         "by-shape" => Some(Grouping::ByShape),
         "by-retention" => Some(Grouping::ByRetention),
+        "by-kind" => Some(Grouping::ByKind),
+        "equal-layers" => Some(Grouping::EqualLayers),
         _ => None,
     };
-    let word = top.word("groups", "by-shape or by-retention, or list [[group]]s", by, faults);
+    let known = "by-shape, by-retention, by-kind or equal-layers, or list [[group]]s";
+    let word = top.word("groups", known, by, faults);
     let Some(list) = top.list("group", faults) else { return word.unwrap_or_default() };
     if word.is_some() {
         let line = top.line_of("groups");
@@ -349,15 +424,19 @@ fn grouping(top: Section<'_>, faults: &mut Faults) -> Grouping {
             "full" => Some(RetentionKind::Full),
             "window" => Some(RetentionKind::Window),
             "chunk" => Some(RetentionKind::Chunk),
+            "ring" => Some(RetentionKind::Ring),
+            "state" => Some(RetentionKind::State),
             _ => None,
         };
         let rule = GroupRule {
             name: section.text("name", faults).map_or_else(|| i.to_string(), clip),
             items: texts(section, "items", faults),
-            retention: section.word("retention", "full, window or chunk", kind, faults),
+            retention: section.word("retention", "full, window, chunk, ring or state", kind, faults),
+            split: section.count("split", u32::try_from(MAX_ITEMS).unwrap_or(u32::MAX), faults),
             block_size: section.count("block_size", MAX_BLOCK_SIZE, faults),
             kernel_block: section.count("kernel_block", MAX_BLOCK_SIZE, faults),
             blocks: section.count("blocks", MAX_BLOCKS, faults),
+            slots: section.count("slots", MAX_BLOCKS, faults),
             layout: layout(section, faults),
         };
         if rules.iter().any(|r| r.name == rule.name) {

@@ -17,6 +17,16 @@ pub enum Dtype {
 impl Dtype {
     pub(crate) const KNOWN: &'static str = "bfloat16, float16 or float32";
 
+    /// Reads the names that engines use.
+    pub(crate) fn parse_short(word: &str) -> Option<Self> {
+        match word {
+            "bf16" => Some(Self::Bf16),
+            "fp16" => Some(Self::Fp16),
+            "fp32" => Some(Self::Fp32),
+            other => Self::parse(other),
+        }
+    }
+
     /// Reads the names that configurations use, with or without `torch.`.
     pub(crate) fn parse(word: &str) -> Option<Self> {
         match word.strip_prefix("torch.").unwrap_or(word) {
@@ -51,13 +61,15 @@ pub enum KvDtype {
     Fp8E4m3,
     /// 8-bit float, 5 exponent bits.
     Fp8E5m2,
+    /// K and V only: 4-bit floats, two in a byte, with one e4m3 scale for each 16 values, in components of their own.
+    Nvfp4,
     /// MLA only: the latent in e4m3 with one 32-bit scale for each 128 values, the rotary part in bf16 (656 bytes for
     /// 512 + 64 values).
     Fp8DsMla,
 }
 
 impl KvDtype {
-    pub(crate) const KNOWN: &'static str = "auto, bf16, fp16, fp8, fp8_e4m3, fp8_e5m2 or fp8_ds_mla";
+    pub(crate) const KNOWN: &'static str = "auto, bf16, fp16, fp8, fp8_e4m3, fp8_e5m2, nvfp4 or fp8_ds_mla";
 
     pub(crate) fn parse(word: &str) -> Option<Self> {
         match word {
@@ -66,8 +78,34 @@ impl KvDtype {
             "fp16" | "float16" => Some(Self::Fp16),
             "fp8" | "fp8_e4m3" => Some(Self::Fp8E4m3),
             "fp8_e5m2" => Some(Self::Fp8E5m2),
+            "nvfp4" => Some(Self::Nvfp4),
             "fp8_ds_mla" => Some(Self::Fp8DsMla),
             _ => None,
+        }
+    }
+}
+
+/// Scales that lie apart from an FP8 cache's values, each 32 bits, in components `k_scale`, `v_scale`, `latent_scale`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Scales {
+    /// None, or one for a whole tensor that isn't part of the cache.
+    #[default]
+    None,
+    /// One for each token and head.
+    PerTokenHead,
+    /// One for each head and so many tokens.
+    PerBlockHead(u32),
+    /// One for so many tokens and all heads that a rank holds.
+    PerBlock(u32),
+}
+
+impl fmt::Display for Scales {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::PerTokenHead => f.write_str("per-token-head"),
+            Self::PerBlockHead(n) => write!(f, "per-block-head of {n} tokens"),
+            Self::PerBlock(n) => write!(f, "per-block of {n} tokens"),
         }
     }
 }
@@ -130,6 +168,7 @@ impl fmt::Display for KvDtype {
             Self::Fp16 => "fp16",
             Self::Fp8E4m3 => "fp8_e4m3",
             Self::Fp8E5m2 => "fp8_e5m2",
+            Self::Nvfp4 => "nvfp4",
             Self::Fp8DsMla => "fp8_ds_mla",
         })
     }

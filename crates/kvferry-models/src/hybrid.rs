@@ -1,7 +1,7 @@
 //! Which layers of a hybrid model keep a state, in each family's own spelling.
 
 use crate::error::{Faults, InputFault};
-use crate::model::{Model, NotYet, StateLayers};
+use crate::model::MAX_LAYERS;
 use crate::tree::{Section, Value, clip};
 
 /// How a family says which layers keep what.
@@ -24,35 +24,33 @@ pub(crate) enum Rule {
 }
 
 /// What one layer keeps: (attention cache, state).
-type Kept = (bool, bool);
+pub(crate) type Kept = (bool, bool);
 
-pub(crate) fn read(
-    model: &Model,
-    rule: Rule,
-    kind: &'static str,
-    layers: u32,
-    section: Section<'_>,
-    faults: &mut Faults,
-) -> Option<Box<NotYet>> {
-    let (key, kept) = match rule {
-        Rule::Letters => letters(layers, section, faults)?,
-        Rule::Interval | Rule::ZeroOne if section.get("layer_types").is_some() => types(layers, section, faults)?,
-        Rule::Interval => interval(layers, section, faults)?,
-        Rule::NumberedFromOne => from_one(layers, section, faults)?,
-        Rule::Period => period(layers, section, faults)?,
-        Rule::Indices => indices(layers, section, faults)?,
-        Rule::Both => ("num_hidden_layers", (0..layers).map(|_| (true, true)).collect()),
-        Rule::ZeroOne => zero_one(layers, section, faults)?,
+/// What each of `layers` keeps.
+pub(crate) fn read(rule: Rule, layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
+    match rule {
+        Rule::Letters => letters("hybrid_override_pattern", Some(layers), section, faults),
+        Rule::Interval | Rule::ZeroOne if section.get("layer_types").is_some() => types(layers, section, faults),
+        Rule::Interval => interval(layers, section, faults),
+        Rule::NumberedFromOne => from_one(layers, section, faults),
+        Rule::Period => period(layers, section, faults),
+        Rule::Indices => indices(layers, section, faults),
+        Rule::Both => Some((0..layers).map(|_| (true, true)).collect()),
+        Rule::ZeroOne => zero_one(layers, section, faults),
+    }
+}
+
+/// A table inside another.
+pub(crate) fn table<'a>(key: &str, path: &'a str, section: Section<'a>, faults: &mut Faults) -> Option<Section<'a>> {
+    let Some(node) = section.get(key) else {
+        section.push(key, InputFault::Missing(HINT), faults);
+        return None;
     };
-    let which = |pick: fn(&Kept) -> bool| (0u32..).zip(&kept).filter(|(_, k)| pick(k)).map(|(i, _)| i).collect();
-    Some(Box::new(NotYet {
-        model: model.name.clone(),
-        file: faults.file().into(),
-        line: section.line_of(key),
-        key: section.key(key),
-        state: vec![StateLayers { kind, layers: which(|k| k.1) }],
-        attention: which(|k| k.0),
-    }))
+    let Value::Table(table) = &node.value else {
+        section.push(key, InputFault::WrongType { expected: "a table", got: node.value.describe() }, faults);
+        return None;
+    };
+    Some(Section::new(table, path, section.line_of(key)))
 }
 
 const HINT: &str = "it says which layers keep a state";
@@ -67,15 +65,17 @@ fn same_length(got: usize, layers: u32, key: &str, section: Section<'_>, faults:
     None
 }
 
-fn letters(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
-    let key = "hybrid_override_pattern";
+/// A letter for each layer; without a number of layers, as many as there are letters.
+pub(crate) fn letters(key: &str, layers: Option<u32>, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     if section.get(key).is_none() {
         section.push(key, InputFault::Missing(HINT), faults);
     }
     let pattern = section.text(key, faults)?;
-    same_length(pattern.chars().count(), layers, key, section, faults)?;
+    if let Some(layers) = layers {
+        same_length(pattern.chars().count(), layers, key, section, faults)?;
+    }
     let mut kept = Vec::new();
-    for c in pattern.chars() {
+    for c in pattern.chars().take(MAX_LAYERS as usize) {
         kept.push(match c {
             'M' => (false, true),
             '*' => (true, false),
@@ -87,10 +87,10 @@ fn letters(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'
             }
         });
     }
-    Some((key, kept))
+    Some(kept)
 }
 
-fn types(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn types(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "layer_types";
     let list = section.list(key, faults)?;
     same_length(list.len(), layers, key, section, faults)?;
@@ -110,27 +110,19 @@ fn types(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'st
             }
         });
     }
-    Some((key, kept))
+    Some(kept)
 }
 
-fn interval(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn interval(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "full_attention_interval";
     let every = section.needed(key, layers, HINT, faults)?;
-    Some((key, (1..=layers).map(|i| (i % every == 0, i % every != 0)).collect()))
+    Some((1..=layers).map(|i| (i % every == 0, i % every != 0)).collect())
 }
 
-fn from_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn from_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "linear_attn_config";
-    let Some(node) = section.get(key) else {
-        section.push(key, InputFault::Missing(HINT), faults);
-        return None;
-    };
-    let Value::Table(table) = &node.value else {
-        section.push(key, InputFault::WrongType { expected: "a table", got: node.value.describe() }, faults);
-        return None;
-    };
     let path = format!("{}.", section.key(key));
-    let inner = Section::new(table, &path, section.line_of(key));
+    let inner = table(key, &path, section, faults)?;
     let mut kept: Vec<Kept> = (0..layers).map(|_| (false, false)).collect();
     for (list, is_state) in [("full_attn_layers", false), ("kda_layers", true)] {
         if inner.get(list).is_none() {
@@ -158,20 +150,20 @@ fn from_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&
         section.push(key, InputFault::Contradiction(text), faults);
         return None;
     }
-    Some((key, kept))
+    Some(kept)
 }
 
-fn period(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn period(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "attn_layer_period";
     let every = section.needed(key, layers, HINT, faults)?;
     if section.get("attn_layer_offset").is_none() {
         section.push("attn_layer_offset", InputFault::Missing(HINT), faults);
     }
     let offset = section.number("attn_layer_offset", 0, every - 1, faults)?;
-    Some((key, (0..layers).map(|i| (i % every == offset, i % every != offset)).collect()))
+    Some((0..layers).map(|i| (i % every == offset, i % every != offset)).collect())
 }
 
-fn indices(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn indices(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "attn_layer_indices";
     if section.get(key).is_none() {
         section.push(key, InputFault::Missing(HINT), faults);
@@ -185,10 +177,10 @@ fn indices(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'
         };
         *slot = (true, false);
     }
-    Some((key, kept))
+    Some(kept)
 }
 
-fn zero_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&'static str, Vec<Kept>)> {
+fn zero_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<Vec<Kept>> {
     let key = "attn_type_list";
     if section.get(key).is_none() {
         section.push(key, InputFault::Missing(HINT), faults);
@@ -207,5 +199,5 @@ fn zero_one(layers: u32, section: Section<'_>, faults: &mut Faults) -> Option<(&
             }
         }
     }
-    Some((key, kept))
+    Some(kept)
 }

@@ -17,23 +17,29 @@ mod error;
 mod faults;
 mod grouping;
 mod hybrid;
+mod items;
 mod json;
+mod mixer;
 mod model;
 mod preset;
 mod read;
 mod shape;
 mod stages;
+mod state;
 mod toml_tree;
 mod tree;
 
-pub use describe::{DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS};
+pub use describe::{
+    DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS, DEFAULT_SLOTS, DescribeError, EngineDescription, MAX_BLOCK_SIZE, MAX_BLOCKS,
+    Slots,
+};
 pub use describe_toml::layout_named;
-pub use dtype::{Dtype, IndexerDtype, KvDtype, UnknownDtype};
+pub use dtype::{Dtype, IndexerDtype, KvDtype, Scales, UnknownDtype};
 pub use error::{InputError, InputErrors, InputFault, MAX_FAULTS};
 pub use grouping::{GroupRule, Grouping, RetentionKind};
-pub use model::{
-    Attention, LayerItems, MAX_LAYERS, Model, ModelError, ModelItems, ModelOptions, NotYet, StateLayers, ranges,
-};
+pub use items::{DRAFT_PREFIX, LayerItems, ModelItems, ModelOptions, MtpLayers};
+pub use model::{Attention, Layer, MAX_LAYERS, Model, ModelError, ranges};
 pub use preset::preset_names;
 pub use shape::{MAX_INTERLEAVE, Shape, ShapeError, ShapeErrors};
 pub use stages::{StageLayers, even_stages};
+pub use state::{Sharding, State};

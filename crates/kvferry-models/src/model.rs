@@ -1,19 +1,29 @@
-//! A model's layers, and the cache items that they make.
+//! A model's layers as its configuration describes them.
 
 use std::fmt;
 use std::path::Path;
 
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention, SpecErrors};
-use kvferry_geometry::units::ItemId;
+use kvferry_geometry::spec::{Retention, SpecErrors};
 
-use crate::dtype::{Dtype, IndexerDtype, KvDtype};
+use crate::dtype::{Dtype, KvDtype, Scales};
 use crate::error::{InputError, InputErrors};
+use crate::items::{ModelItems, ModelOptions};
+use crate::state::State;
 use crate::{config, preset, read};
 
 /// The most layers a model can have.
 pub const MAX_LAYERS: u32 = 1024;
 
-/// What one layer caches.
+/// What one layer caches; nothing where it reads another layer's cache or has none.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Layer {
+    /// Its attention's cache.
+    pub attention: Option<Attention>,
+    /// Its recurrent state; a layer can have both.
+    pub state: Option<State>,
+}
+
+/// What one layer's attention caches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Attention {
@@ -37,15 +47,25 @@ pub enum Attention {
     },
 }
 
+impl fmt::Display for Attention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Heads { heads, head_dim, .. } => write!(f, "K and V of {heads} heads of {head_dim} values"),
+            Self::Latent { latent, rope, .. } => write!(f, "an MLA latent of {latent} + {rope} values"),
+        }
+    }
+}
+
 /// A model as its configuration describes it: layers and data types, before any choice of an engine.
 ///
 /// ```
 /// use kvferry_models::{Model, ModelOptions};
-/// let model = Model::preset("llama-3.1-8b")?;
+/// let model = Model::preset("qwen3-next-80b-a3b")?;
 /// let all = model.items(&ModelOptions::default())?;
-/// assert_eq!(all.spec.bytes_per_token().get(), 131_072);
-/// let some = model.items(&ModelOptions { layers: Some(8), ..ModelOptions::default() })?;
-/// assert_eq!(some.spec.items()[7].name.as_str(), "model.layers.7.self_attn.attn");
+/// assert_eq!((all.spec.bytes_per_token().get(), all.spec.bytes_per_state().get()), (24_576, 39_518_208));
+/// let some = model.items(&ModelOptions { layers: Some(4), ..ModelOptions::default() })?;
+/// assert_eq!(some.spec.items()[2].name.as_str(), "model.layers.2.linear_attn");
+/// assert_eq!(some.spec.items()[3].name.as_str(), "model.layers.3.self_attn.attn");
 /// # Ok::<(), kvferry_models::ModelError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -53,9 +73,22 @@ pub struct Model {
     pub(crate) name: String,
     pub(crate) dtype: Option<Dtype>,
     pub(crate) kv_auto: KvAuto,
+    /// What the recurrent state is kept in unless the engine says otherwise; `None`: as the convolution.
+    pub(crate) state_auto: Option<Dtype>,
     pub(crate) names: ItemNames,
-    pub(crate) layers: Vec<Option<Attention>>,
-    pub(crate) mtp: u32,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) mtp: Mtp,
+}
+
+/// A model's own multi-token-prediction layers.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Mtp {
+    /// How many prediction steps have layers of their own.
+    pub(crate) steps: u32,
+    /// The layers of one step.
+    pub(crate) layers: Vec<Layer>,
+    /// What stands before a layer's number, counted from 0; `None`: they are named and numbered after the model's own layers.
+    pub(crate) before: Option<&'static str>,
 }
 
 /// What the checkpoint says of its KV cache's type.
@@ -69,88 +102,26 @@ pub(crate) enum KvAuto {
     Unknown(InputError),
 }
 
-/// The parts of an item's name around the layer's number.
+/// How vLLM names a layer's caches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ItemNames {
-    /// Before the number.
+    /// Before the layer's number.
     pub(crate) before: &'static str,
     /// After it, for the attention.
-    pub(crate) after: &'static str,
+    pub(crate) attention: &'static str,
+    /// After it, for the state.
+    pub(crate) state: StateName,
 }
 
-/// Choices of an engine that change what is cached.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct ModelOptions {
-    /// What the KV cache is kept in.
-    pub kv_dtype: KvDtype,
-    /// What an indexer's keys are kept in.
-    pub indexer: IndexerDtype,
-    /// Only the first so many layers, for small runs.
-    pub layers: Option<u32>,
-    /// Also the model's own multi-token-prediction layers.
-    pub mtp: bool,
-    /// Draft models whose caches are kept beside the model's; their layers are numbered after its own.
-    pub drafts: Vec<Model>,
+/// How vLLM names a layer's state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum StateName {
+    /// As the attention, with this after the number.
+    After(&'static str),
+    /// The layer's number is counted on after the model's layers, so that it differs from the attention's: before the number,
+    /// after it (Falcon-H1).
+    Beyond(&'static str, &'static str),
 }
-
-/// The cache items of a model under given options.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ModelItems {
-    /// All items: the model's layers in order, then its MTP layers, then the drafts'.
-    pub spec: ModelSpec,
-    /// The items of each layer, in the same order.
-    pub layers: Vec<LayerItems>,
-}
-
-/// The items of one layer.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct LayerItems {
-    /// The layer's number, as in the items' names.
-    pub layer: u32,
-    /// Whether it is an MTP or draft layer, after the model's own.
-    pub extra: bool,
-    /// Its items; none where it shares another layer's cache.
-    pub items: Vec<ItemId>,
-}
-
-/// Layers that keep a state rather than a cache of tokens.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct StateLayers {
-    /// What kind of state: `mamba2`, `gated delta net`, ...
-    pub kind: &'static str,
-    /// The layers' indices, from 0.
-    pub layers: Vec<u32>,
-}
-
-/// A model that is understood but whose state caches can't be carried yet.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct NotYet {
-    /// The model's name.
-    pub model: String,
-    /// The file.
-    pub file: String,
-    /// The line of the key that says which layers these are.
-    pub line: u32,
-    /// That key.
-    pub key: String,
-    /// The layers whose states aren't supported yet.
-    pub state: Vec<StateLayers>,
-    /// The layers that keep an attention cache, which alone would not be the model's cache.
-    pub attention: Vec<u32>,
-}
-
-impl fmt::Display for NotYet {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: {}: model {}: not supported yet: ", self.file, self.line, self.key, self.model)?;
-        for (i, s) in self.state.iter().enumerate() {
-            let (comma, count) = (if i > 0 { "; " } else { "" }, s.layers.len());
-            write!(f, "{comma}the {} state of {count} layers ({})", s.kind, ranges(&s.layers))?;
-        }
-        let count = self.attention.len();
-        write!(f, "; without it the cache of its {count} attention layers ({}) is no use", ranges(&self.attention))
-    }
-}
-impl std::error::Error for NotYet {}
 
 /// Why there is no model or no spec.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -167,9 +138,6 @@ pub enum ModelError {
     /// The configuration is faulty.
     #[error(transparent)]
     Input(#[from] InputErrors),
-    /// The model keeps states, which can't be carried yet.
-    #[error(transparent)]
-    NotYet(#[from] Box<NotYet>),
     /// A `layers` option beyond the model.
     #[error("layers is {got}, but {model} has {has}; it must be 1 to {has}")]
     Layers {
@@ -186,30 +154,69 @@ pub enum ModelError {
         /// The model's name.
         model: String,
     },
+    /// More multi-token-prediction layers than the model has.
+    #[error("mtp is {got}, but {model} has {has} multi-token-prediction layers; it must be 1 to {has}")]
+    Mtp {
+        /// The model's name.
+        model: String,
+        /// Layers asked for.
+        got: u32,
+        /// Layers there are.
+        has: u32,
+    },
     /// A cache type that a layer can't be kept in.
     #[error(
-        "kv_dtype is {kv_dtype}, but layer {layer} of {model} keeps {keeps}; {kv_dtype} is for MLA latents of a multiple of 128 values, use another type"
+        "{option} is {kv_dtype}, but layer {layer} of {model} keeps {keeps}; {kv_dtype} is for {fits}, use another type"
     )]
     KvDtype {
         /// The model's name.
         model: String,
+        /// The option that says so: `kv_dtype` or `draft_kv_dtype`.
+        option: &'static str,
         /// The type asked for.
         kv_dtype: KvDtype,
         /// The first such layer.
         layer: u32,
         /// What it keeps.
-        keeps: String,
+        keeps: Attention,
+        /// What can be kept in this type.
+        fits: &'static str,
+    },
+    /// Scales beside a cache that needs none or has its own.
+    #[error("scales are {scales}, but the KV cache of {model} is kept in {kept}; scales go with fp8_e4m3 and fp8_e5m2")]
+    Scales {
+        /// The model's name.
+        model: String,
+        /// The scales asked for.
+        scales: Scales,
+        /// What the cache is kept in.
+        kept: &'static str,
+    },
+    /// A state type on a model that keeps no state.
+    #[error("{option} is set, but {model} keeps no recurrent state; leave it out")]
+    NoState {
+        /// The model's name.
+        model: String,
+        /// The option.
+        option: &'static str,
     },
     /// The items don't make a spec.
     #[error(transparent)]
     Spec(#[from] SpecErrors),
+    /// Several of the above; no one of them is this.
+    #[error("{}", list(.0))]
+    Several(Vec<ModelError>),
+}
+
+fn list(errors: &[ModelError]) -> String {
+    errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
 }
 
 impl Model {
     /// One of the project's own presets; [`preset_names`](crate::preset_names) lists them.
     ///
     /// # Errors
-    /// An unknown name, with the known ones; or a model that keeps states.
+    /// An unknown name, with the known ones.
     pub fn preset(name: &str) -> Result<Self, ModelError> {
         preset::load(name)
     }
@@ -217,7 +224,7 @@ impl Model {
     /// Reads a Hugging Face `config.json`.
     ///
     /// # Errors
-    /// All faults with key and line; or a model that keeps states.
+    /// All faults with key and line.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ModelError> {
         let path = path.as_ref();
         Self::from_json(&path.display().to_string(), &read::text(path)?)
@@ -248,16 +255,16 @@ impl Model {
         &self.name
     }
 
-    /// What each layer caches; `None` where it reads an earlier layer's cache.
+    /// What each layer caches.
     #[must_use]
-    pub fn layers(&self) -> &[Option<Attention>] {
+    pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
-    /// Multi-token-prediction layers, which [`ModelOptions::mtp`] adds.
+    /// Multi-token-prediction layers that keep a cache, which [`ModelOptions::mtp`] adds.
     #[must_use]
     pub fn mtp_layers(&self) -> u32 {
-        self.mtp
+        self.mtp.steps
     }
 
     /// The configuration's own data type; `None` where it says none, and bf16 is then assumed.
@@ -269,116 +276,9 @@ impl Model {
     /// The cache items under the given options.
     ///
     /// # Errors
-    /// Options that this model can't have.
+    /// Every option that this model can't have, [`ModelError::Several`] where there is more than one.
     pub fn items(&self, options: &ModelOptions) -> Result<ModelItems, ModelError> {
-        let has = u32::try_from(self.layers.len()).unwrap_or(u32::MAX);
-        let take = options.layers.unwrap_or(has);
-        if take == 0 || take > has {
-            return Err(ModelError::Layers { model: self.name.clone(), got: take, has });
-        }
-        if options.mtp && self.mtp == 0 {
-            return Err(ModelError::NoMtp { model: self.name.clone() });
-        }
-        let mut out = Builder::default();
-        for (i, layer) in (0u32..).zip(self.layers.iter().take(take as usize)) {
-            out.layer(self, i, false, *layer, options)?;
-        }
-        let mut next = has;
-        if options.mtp {
-            for _ in 0..self.mtp {
-                out.layer(self, next, true, self.layers.last().copied().flatten(), options)?;
-                next += 1;
-            }
-        }
-        for draft in &options.drafts {
-            for layer in &draft.layers {
-                out.layer(draft, next, true, *layer, options)?;
-                next = next.saturating_add(1);
-            }
-        }
-        Ok(ModelItems { spec: ModelSpec::new(out.items)?, layers: out.layers })
-    }
-
-    /// How one value of this model's KV cache is kept: `(bytes, tag)`, or `None` for the packed MLA format.
-    fn kv_format(&self, kv: KvDtype) -> Result<Option<(u32, &'static str)>, ModelError> {
-        let fp8 = (1, "fp8_e4m3");
-        Ok(match (kv, &self.kv_auto) {
-            (KvDtype::Auto, KvAuto::Unknown(error)) => return Err(InputErrors::from(error.clone()).into()),
-            (KvDtype::Auto, KvAuto::Model) => Some(self.dtype.unwrap_or(Dtype::Bf16).format()),
-            (KvDtype::Auto, KvAuto::Fp8) | (KvDtype::Fp8E4m3, _) => Some(fp8),
-            (KvDtype::Bf16, _) => Some(Dtype::Bf16.format()),
-            (KvDtype::Fp16, _) => Some(Dtype::Fp16.format()),
-            (KvDtype::Fp8E5m2, _) => Some((1, "fp8_e5m2")),
-            (KvDtype::Fp8DsMla, _) => None,
-        })
-    }
-}
-
-#[derive(Default)]
-struct Builder {
-    items: Vec<Item>,
-    layers: Vec<LayerItems>,
-}
-
-impl Builder {
-    fn layer(
-        &mut self,
-        model: &Model,
-        layer: u32,
-        extra: bool,
-        attention: Option<Attention>,
-        options: &ModelOptions,
-    ) -> Result<(), ModelError> {
-        let first = self.items.len();
-        let format = model.kv_format(options.kv_dtype)?;
-        let refuse =
-            |keeps: String| ModelError::KvDtype { model: model.name.clone(), kv_dtype: options.kv_dtype, layer, keeps };
-        let name = format!("{}{layer}{}", model.names.before, model.names.after);
-        match attention {
-            None => {}
-            Some(Attention::Heads { heads, head_dim, retention }) => {
-                let (bytes, tag) = format.ok_or_else(|| refuse(format!("K and V of {heads} heads")))?;
-                let width = u64::from(head_dim) * u64::from(bytes);
-                let components = vec![Component::new("k", width, tag), Component::new("v", width, tag)];
-                self.items.push(Item::paged(&name, PagedItem { heads, components, retention }));
-            }
-            Some(Attention::Latent { latent, rope, indexer }) => {
-                let (l, r) = (u64::from(latent), u64::from(rope));
-                let component = match format {
-                    Some((bytes, tag)) => Component::new("latent", (l + r) * u64::from(bytes), tag),
-                    None if latent % 128 == 0 => Component::new("latent", l + l / 128 * 4 + r * 2, "fp8_ds_mla"),
-                    None => return Err(refuse(format!("an MLA latent of {latent} values"))),
-                };
-                let one = |components| PagedItem { heads: 1, components, retention: Retention::Full };
-                self.items.push(Item::paged(&name, one(vec![component])));
-                if let Some(dim) = indexer {
-                    let own = model.dtype.unwrap_or(Dtype::Bf16).format();
-                    let components = indexer_components(dim, options.indexer, format, own);
-                    let name = format!("{}{layer}.self_attn.indexer.k_cache", model.names.before);
-                    self.items.push(Item::paged(&name, one(components)));
-                }
-            }
-        }
-        let ids = (first..self.items.len()).filter_map(|i| u32::try_from(i).ok()).map(ItemId::new).collect();
-        self.layers.push(LayerItems { layer, extra, items: ids });
-        Ok(())
-    }
-}
-
-fn indexer_components(
-    dim: u32,
-    choice: IndexerDtype,
-    latent: Option<(u32, &'static str)>,
-    own: (u32, &'static str),
-) -> Vec<Component> {
-    let plain = |(bytes, tag): (u32, &str)| vec![Component::new("k", u64::from(dim) * u64::from(bytes), tag)];
-    match (choice, latent) {
-        (IndexerDtype::Model, _) => plain(own),
-        (IndexerDtype::Auto, Some(format)) if format.0 > 1 => plain(format),
-        (IndexerDtype::Auto | IndexerDtype::Fp8, _) => vec![
-            Component::new("k", u64::from(dim), "fp8_e4m3"),
-            Component::new("scale", u64::from(dim).div_ceil(128) * 4, "fp32_per_128"),
-        ],
+        ModelItems::of(self, options)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Faults of a `config.json`, and inputs that only want to do harm.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed test panics")]
 
-use kvferry_models::{EngineDescription, KvDtype, Model, ModelError, ModelOptions, preset_names};
+use kvferry_models::{EngineDescription, KvDtype, Model, ModelError, ModelOptions, MtpLayers, Scales, preset_names};
 use proptest::prelude::*;
 
 const LLAMA: &str = r#"{
@@ -127,11 +127,107 @@ fn contradictions_of_other_families() {
         Model::from_json("c", &qwen("\"use_sliding_window\": true, \"sliding_window\": 16, \"max_window_layers\": 3"))
             .unwrap();
     let items = model.items(&ModelOptions::default()).unwrap();
-    let full = items.spec.items().iter().filter(|i| i.as_paged().retention == kvferry_geometry::spec::Retention::Full);
+    let full = Some(kvferry_geometry::spec::Retention::Full);
+    let full = items.spec.items().iter().filter(|i| i.as_paged().map(|p| p.retention) == full);
     assert_eq!(full.count(), 3);
     // Without the switch a window alone means nothing to the Qwen classes.
     let model = Model::from_json("c", &qwen("\"sliding_window\": 16")).unwrap();
     assert_eq!(model.items(&ModelOptions::default()).unwrap().spec.items().len(), 4);
+}
+
+#[test]
+fn faults_of_hybrids_name_key_and_line() {
+    let preset = |name: &str| {
+        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("presets");
+        std::fs::read_to_string(dir.join(format!("{name}.json"))).unwrap()
+    };
+    let cases = [
+        (
+            "nemotron-h-56b",
+            "\"n_groups\": 8",
+            "\"n_groups\": 7",
+            "n_groups: is 7, which does not divide the 256 mamba_num_heads on line",
+        ),
+        ("nemotron-h-56b", "\"ssm_state_size\": 256,\n", "", "ssm_state_size: is missing; the state is sized by it"),
+        ("nemotron-h-56b", "\"conv_kernel\": 4", "\"conv_kernel\": 1", "conv_kernel: is 1; it must be 2 to 1025"),
+        ("nemotron-h-56b", "\"M-M-", "\"MXM-", "hybrid_override_pattern: \"X\" is not known here; use M (Mamba)"),
+        (
+            "nemotron-h-56b",
+            "\"M-M-",
+            "\"M-M",
+            "hybrid_override_pattern: lists 117 layers, but num_hidden_layers on line",
+        ),
+        (
+            "nemotron-3-super-120b-a12b",
+            "\"mtp_hybrid_override_pattern\": \"*E\"",
+            "\"mtp_hybrid_override_pattern\": \"ME\"",
+            "mtp_hybrid_override_pattern: \"M\" is not known here",
+        ),
+        ("nemotron-3-nano-30b-a3b", "\"float32\"", "\"float8\"", "mamba_ssm_cache_dtype: \"float8\" is not known here"),
+        (
+            "bamba-9b",
+            "\"mamba_n_heads\": 128",
+            "\"mamba_n_heads\": 127",
+            "mamba_expand: makes 8192 inner channels, which are not the 127 mamba_n_heads on line",
+        ),
+        ("falcon-h1-0.5b", "1536", "1535", "mamba_d_ssm: makes 1535 inner channels"),
+        (
+            "jamba-v0.1",
+            "\"mamba_expand\": 2",
+            "\"mamba_expand\": 20",
+            "mamba_expand: the number of channels that it makes is 81920",
+        ),
+        (
+            "jamba-v0.1",
+            "\"sliding_window\": null",
+            "\"sliding_window\": 8",
+            "sliding_window: is set, but jamba models have no sliding",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            "\"linear_num_key_heads\": 16",
+            "\"linear_num_key_heads\": 5",
+            "linear_num_key_heads: is 5, which does not divide the 32 linear_num_value_heads on line",
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            "\"num_heads\": 32",
+            "\"heads\": 32",
+            "linear_attn_config.num_heads: is missing; the state is sized",
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            "[1, 2, 3, 5,",
+            "[2, 3, 5,",
+            "linear_attn_config: layer 1 (counted from 1) is in neither list",
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            "[1, 2, 3, 5,",
+            "[0, 2, 3, 5,",
+            "linear_attn_config.kda_layers: is 0; it must be 1 to 27",
+        ),
+        ("minimax-text-01", "\"head_dim\": 128,", "", "head_dim: is missing; the state is sized by it"),
+    ];
+    for (name, from, to, expected) in cases {
+        let text = preset(name);
+        assert!(text.contains(from), "{name}: {from}");
+        let got = fault(&text.replacen(from, to, 1));
+        assert!(got.contains(expected) && got.starts_with("c.json:"), "{name}: {to}\n got {got}\nwant {expected}");
+    }
+    // All at once: sizes, letters and heads.
+    let text =
+        preset("nemotron-h-56b").replace("\"M-M-", "\"MXM-").replace("mamba_head_dim", "head").replace("n_groups", "x");
+    assert_eq!(fault(&text).lines().count(), 3, "{}", fault(&text));
+}
+
+#[test]
+fn a_head_size_may_be_left_to_the_class() {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("presets");
+    let text = std::fs::read_to_string(dir.join("bamba-9b.json")).unwrap();
+    let spec = |text: &str| Model::from_json("c", text).unwrap().items(&ModelOptions::default()).unwrap().spec;
+    assert_eq!(spec(&text.replace("\"mamba_d_head\": 64", "\"mamba_d_head\": \"auto\"")), spec(&text));
+    assert_eq!(spec(&text.replace("\"mamba_d_head\": 64,", "")), spec(&text));
 }
 
 #[test]
@@ -253,14 +349,15 @@ proptest! {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("presets").join(format!("{name}.json"));
         let text = mutate(std::fs::read_to_string(path).unwrap(), &edits);
         if let Ok(model) = Model::from_json("c.json", &text) {
-            drop(model.items(&ModelOptions { kv_dtype: KvDtype::Fp8DsMla, mtp: true, ..ModelOptions::default() }));
+            drop(model.items(&ModelOptions { kv_dtype: KvDtype::Fp8DsMla, mtp: MtpLayers::All, ..ModelOptions::default() }));
+            drop(model.items(&ModelOptions { kv_dtype: KvDtype::Fp8E4m3, scales: Scales::PerBlock(16), ..ModelOptions::default() }));
             drop(model.items(&ModelOptions::default()));
         }
     }
 
     #[test]
     fn mutated_descriptions_never_panic(
-        which in 0usize..6, edits in prop::collection::vec((any::<prop::sample::Index>(), 0usize..8, scrap()), 1..4)
+        which in 0usize..10, edits in prop::collection::vec((any::<prop::sample::Index>(), 0usize..8, scrap()), 1..4)
     ) {
         let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
         let mut paths: Vec<_> = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
