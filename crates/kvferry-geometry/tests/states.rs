@@ -7,7 +7,7 @@ use kvferry_geometry::batch::{Batch, Descriptor};
 use kvferry_geometry::compat::{CompatOptions, Compatible, Mismatch, Unmatched};
 use kvferry_geometry::layout::{LayoutStyle, StateOrder};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
-use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::peers::{PeerMap, PeerOptions, RankPair};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::plan::PairPlan;
 use kvferry_geometry::request::{
@@ -287,4 +287,24 @@ fn items_of_one_side_only_are_a_mismatch_or_none_of_our_business() {
     let zero = ZeroPlan::new(c.dst(), RankId::ZERO).unwrap().resolve(&bound).unwrap();
     assert_eq!(zero.ranges().map(|z| (z.offset, z.len)).collect::<Vec<_>>(), [(38, 2)]);
     assert!(Compatible::with(draft, plain, options).is_err());
+}
+
+#[test]
+fn stripes_deal_neighbouring_items_out_over_equal_holders() {
+    let latent = |i: u32| Item::paged(&format!("{i:02}"), PagedItem::new(1, vec![Component::new("latent", 8, "u8")]));
+    let items: Vec<Item> = (0..61).map(latent).collect();
+    let of = |tp| engine(&[&items], &[4], tp, LayoutStyle::HND);
+    let c = Compatible::new(of(8), of(1)).unwrap();
+    let layers = |stripe| -> Vec<(u32, usize)> {
+        let peers = PeerMap::with(&c, PeerOptions { salt: 3, stripe }, |_, _| 0).unwrap();
+        let of = |p: &RankPair| {
+            let plan = PairPlan::new(&c, &peers, p.src(), p.dst()).unwrap();
+            (p.src().get(), plan.classes().iter().map(|c| c.items().len()).sum())
+        };
+        peers.pairs().iter().map(of).collect()
+    };
+    assert_eq!(layers(false), [(3, 61)]);
+    let mut counts: Vec<usize> = layers(true).into_iter().map(|l| l.1).collect();
+    counts.sort_unstable();
+    assert_eq!(counts, [7, 7, 7, 8, 8, 8, 8, 8]);
 }
