@@ -21,9 +21,9 @@ pub enum Grouping {
     /// One group for all paged items, whatever their retention, and one for all states: windows keep all tokens' blocks, as in
     /// vLLM without its hybrid memory manager.
     ByKind,
-    /// Groups by shape, cut into groups of equally many layers, as vLLM's hybrid memory manager makes them, so that they can
-    /// share memory: as many as the smallest has, or as the largest has where that is less than half as many again. Where the
-    /// layout shares memory, blocks of smaller pages grow by the whole factor that makes pages equal, if there is one.
+    /// One group where all items are paged and keep the same tokens. Else groups by shape, cut into groups of equally many
+    /// layers, as vLLM's hybrid memory manager makes them, so that they can share memory: as many as the smallest has, or as
+    /// the largest has where that is less than half as many again. Where the layout shares memory, blocks of smaller pages grow by the whole factor that makes pages equal, if there is one.
     EqualLayers,
     /// These groups; the first whose rule fits takes the item.
     Listed(Vec<GroupRule>),
@@ -101,10 +101,7 @@ impl EngineDescription {
         let spec = &items.spec;
         let groups = match &self.grouping {
             Grouping::ByShape => self.auto_groups(spec, same_shape),
-            Grouping::ByRetention => self.auto_groups(spec, |a, b| match (a.as_paged(), b.as_paged()) {
-                (Some(a), Some(b)) => a.retention == b.retention,
-                (a, b) => a.is_none() && b.is_none(),
-            }),
+            Grouping::ByRetention => self.auto_groups(spec, same_retention),
             Grouping::ByKind => self.auto_groups(spec, |a, b| a.as_paged().is_some() == b.as_paged().is_some()),
             Grouping::EqualLayers => self.equal_groups(items),
             Grouping::Listed(rules) => self.listed_groups(spec, rules, errors),
@@ -139,6 +136,10 @@ impl EngineDescription {
 
     fn equal_groups(&self, items: &ModelItems) -> Vec<Group> {
         let spec = &items.spec;
+        let uniform = self.auto_groups(spec, same_retention);
+        if uniform.len() == 1 && uniform.iter().all(|g| !is_state(spec, g)) {
+            return uniform;
+        }
         let buckets = self.auto_groups(spec, same_shape);
         let counts = || buckets.iter().map(|b| b.items.len());
         let (least, most) = (counts().min().unwrap_or(1).max(1), counts().max().unwrap_or(1));
@@ -381,6 +382,11 @@ fn spans(spec: &ModelSpec, group: &Group) -> Vec<(ItemId, u64)> {
 
 fn is_state(spec: &ModelSpec, group: &Group) -> bool {
     group.items.first().and_then(|&id| spec.get(id)).is_some_and(|i| i.as_state().is_some())
+}
+
+/// Whether two items keep the same tokens, or both states.
+fn same_retention(a: &Item, b: &Item) -> bool {
+    a.as_paged().map(|p| p.retention) == b.as_paged().map(|p| p.retention)
 }
 
 /// Whether two items have equal pages or states.

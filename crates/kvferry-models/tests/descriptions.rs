@@ -405,6 +405,11 @@ fn states_have_slots_of_their_own_where_no_memory_is_shared() {
     assert_eq!(parts(3), [(768, 1024), (128, 256), (128, 256), (12, 16)]);
     // 3 rows and 3 of scratch, rows outside.
     assert_eq!((state.slots, state.parts[0].scratch_rows, state.parts[0].unit_stride.get()), (128, 3, 2));
+    // A row is x, B and C.
+    assert_eq!(
+        (state.parts[0].row_stride.get(), state.parts[2].offset.get()),
+        (2 * (256 + 128 + 128), 2 * (256 + 128))
+    );
     assert_eq!(state.slot_stride.get(), (256 + 128 + 128) * 6 * 2 + 4 * 64 * 128 * 4);
     // Where no number of slots is stated it follows what a request needs.
     let slots = |text: &str| {
@@ -439,6 +444,9 @@ fn equal_layers_are_those_of_the_hybrid_manager() {
         d.grouping = Grouping::EqualLayers;
         d.manifest().unwrap().groups().iter().map(|g| g.items.len()).collect()
     };
+    // All keep all tokens: one table, whatever the pages.
+    assert_eq!(sizes("deepseek-v3.2", None), [122]);
+    assert_eq!(sizes("kimi-k2.5", Some("kimi-k2.5-eagle3")), [62]);
     assert_eq!(sizes("gpt-oss-120b", None), [18, 18]);
     assert_eq!(sizes("gemma-4-26b-a4b-it", None), [5, 5, 5, 5, 5, 5]);
     assert_eq!(sizes("gemma-3-27b-it", None), [9, 9, 9, 9, 8, 8, 10]);
