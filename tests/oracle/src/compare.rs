@@ -4,11 +4,11 @@ use std::fmt;
 
 use kvferry_geometry::units::Name;
 
+use crate::Finding;
 use crate::execute::Writes;
 use crate::memory::{Memory, Stamp, StampCache};
-use crate::transfer::{Fate, Transfer};
-use crate::walk::{Cell, walk};
-use crate::{Finding, at};
+use crate::transfer::{Fate, Known, Transfer};
+use crate::walk::{Cell, Coordinate, walk};
 
 /// Every byte is right.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -45,13 +45,11 @@ pub enum Mismatch {
         item: Name,
         /// The consumer's rank.
         rank: usize,
-        /// The token.
-        token: u64,
-        /// The head.
-        head: u32,
-        /// The component.
+        /// The component or part.
         component: Name,
-        /// The byte of the component.
+        /// First token and heads that the value stands for, or position, row and unit of a state.
+        coordinate: Coordinate,
+        /// The byte of the value.
         byte: u64,
         /// What must have happened to it.
         fate: Fate,
@@ -101,9 +99,8 @@ impl fmt::Display for Mismatch {
             Self::Coordinate {
                 item,
                 rank,
-                token,
-                head,
                 component,
+                coordinate,
                 byte,
                 fate,
                 place,
@@ -113,8 +110,9 @@ impl fmt::Display for Mismatch {
                 origin,
             } => write!(
                 f,
-                "item {item}, rank {rank}, token {token}, head {head}, component {component}, byte {byte} (region {}, \
-                 byte {}), to be {}: expected {expected}, got {got} after {} moves and {} zeroings, which is {origin}",
+                "item {item}, rank {rank}, {}, component {component}, byte {byte} (region {}, byte {}), to be {}: \
+                 expected {expected}, got {got} after {} moves and {} zeroings, which is {origin}",
+                words(*coordinate),
                 place.0,
                 place.1,
                 match fate {
@@ -181,13 +179,13 @@ fn expected_destination(transfer: &Transfer<'_>) -> Result<(Memory, Memory), Fin
     let mut marks = Memory::zero(manifest);
     for (item, spec) in manifest.spec().items().iter().enumerate() {
         let fates = transfer.fates(item)?;
-        // Tokens past the held ones of a frozen block are zero at the producer.
-        let held_end = transfer.src_table(transfer.src_item(&spec.name)?)?.held.end;
+        let src_item = transfer.src_item(&spec.name);
+        let listed = transfer.dst_listed(item)?;
         for rank in 0..manifest.ranks().len() {
             let mut failed = None;
             let mut stamps = StampCache::default();
-            walk(manifest, rank, item, &transfer.dst_table(item)?.table, |cell| {
-                let mark = match fates[at(cell.token)] {
+            walk(manifest, rank, item, listed, |cell| {
+                let mark = match fates.of(&cell) {
                     Fate::Untouched => return,
                     Fate::Moved => MOVED,
                     Fate::Zeroed => ZEROED,
@@ -198,8 +196,10 @@ fn expected_destination(transfer: &Transfer<'_>) -> Result<(Memory, Memory), Fin
                     }
                     marks.fill(mark);
                     let bytes = memory.cell_mut(rank, &cell)?;
-                    if mark == MOVED && cell.token < held_end {
-                        stamps.of(&cell).write(cell.token, cell.head, bytes);
+                    // Past the held tokens of a frozen block the producer has zeros.
+                    let known = src_item.map_or(Ok(Known::Nothing), |src| transfer.known(src, &cell))?;
+                    if mark == MOVED && known == Known::Held {
+                        stamps.of(&cell).write(cell.coordinate, cell.byte, bytes);
                     } else {
                         bytes.fill(0);
                     }
@@ -230,10 +230,10 @@ fn describe(
     let place = (region, offset);
     let mut found = None;
     for item in 0..transfer.dst.spec().items().len() {
-        let (Ok(fates), Ok(table)) = (transfer.fates(item), transfer.dst_table(item)) else { continue };
-        walk(transfer.dst, rank, item, &table.table, |cell| {
+        let (Ok(fates), Ok(listed)) = (transfer.fates(item), transfer.dst_listed(item)) else { continue };
+        walk(transfer.dst, rank, item, listed, |cell| {
             let inside = cell.region == region && cell.offset <= offset && offset < cell.offset + cell.width;
-            let fate = fates[at(cell.token)];
+            let fate = fates.of(&cell);
             // Where groups share memory, the coordinate that is to be written is the byte's owner.
             if inside && (found.is_none() || fate != Fate::Untouched) {
                 found = Some((cell, fate));
@@ -248,10 +248,9 @@ fn describe(
     Mismatch::Coordinate {
         item: cell.item.clone(),
         rank,
-        token: cell.token,
-        head: cell.head,
         component: cell.component.clone(),
-        byte: offset - cell.offset,
+        coordinate: cell.coordinate,
+        byte: cell.byte + offset - cell.offset,
         fate,
         place,
         expected,
@@ -272,29 +271,54 @@ fn origin(transfer: &Transfer<'_>, value: u8, cell: Option<(&Cell<'_>, &[u8])>) 
     }
 }
 
-/// The coordinate whose bytes lie in a cell, nearest first: the same item, then others; then by tokens and heads apart.
+/// The coordinate whose bytes lie in a cell, nearest first: the same item, then others; then by tokens, rows and heads apart.
 fn nearest(transfer: &Transfer<'_>, cell: &Cell<'_>, bytes: &[u8]) -> Option<String> {
-    let mut best: Option<((bool, u64, u32), String)> = None;
-    for item in transfer.src.spec().items() {
-        let Some(paged) = item.as_paged() else { continue };
-        for component in &paged.components {
-            let stamp = Stamp::new(&item.name, &component.name);
-            for head in 0..paged.heads {
-                for token in cell.token.saturating_sub(512)..cell.token + 512 {
-                    let mut held = vec![0; bytes.len().min(at(component.width.get()))];
-                    stamp.write(token, head, &mut held);
-                    if !bytes.starts_with(&held) {
-                        continue;
-                    }
-                    let apart = (item.name != *cell.item, token.abs_diff(cell.token), head.abs_diff(cell.head));
-                    if best.as_ref().is_none_or(|b| apart < b.0) {
-                        let (item, component) = (&item.name, &component.name);
-                        let text = format!("item {item}, token {token}, head {head}, component {component}");
-                        best = Some((apart, text));
-                    }
+    let mut best: Option<((bool, u64, u32, u32), String)> = None;
+    for (index, item) in transfer.src.spec().items().iter().enumerate() {
+        let mut try_all = |component: &Name, width: u64, coordinates: Vec<Coordinate>| {
+            let stamp = Stamp::new(&item.name, component);
+            for at in coordinates {
+                let mut held = vec![0; bytes.len().min(usize::try_from(width).unwrap_or(usize::MAX))];
+                stamp.write(at, cell.byte, &mut held);
+                if !bytes.starts_with(&held) {
+                    continue;
                 }
+                let own = cell.coordinate;
+                let apart = (
+                    item.name != *cell.item,
+                    at.token.abs_diff(own.token),
+                    at.row.abs_diff(own.row),
+                    at.heads.0.abs_diff(own.heads.0),
+                );
+                if best.as_ref().is_none_or(|b| apart < b.0) {
+                    best = Some((apart, format!("item {}, {}, component {component}", item.name, words(at))));
+                }
+            }
+        };
+        let own = cell.coordinate;
+        if let Some(paged) = item.as_paged() {
+            for component in &paged.components {
+                let heads = (0..paged.heads).map(|h| (h, h + 1)).chain([own.heads]);
+                let tokens = own.token.saturating_sub(512)..own.token + 512;
+                let all = heads.flat_map(|heads| tokens.clone().map(move |token| Coordinate { token, row: 0, heads }));
+                try_all(&component.name, component.width.get(), all.collect());
+            }
+        }
+        if let (Some(state), Ok(listed)) = (item.as_state(), transfer.src_listed(index)) {
+            for part in &state.parts {
+                let of_row = |token, row| (0..part.units).map(move |u| Coordinate { token, row, heads: (u, u + 1) });
+                let of_state = |&(token, _): &(u64, u32)| (0..part.rows).flat_map(move |row| of_row(token, row));
+                try_all(&part.name, part.width.get(), listed.states.iter().flat_map(of_state).collect());
             }
         }
     }
     best.map(|b| b.1)
+}
+
+/// A coordinate in words.
+fn words(at: Coordinate) -> String {
+    let Coordinate { token, row, heads } = at;
+    let heads = if heads.1 == heads.0 + 1 { format!("{}", heads.0) } else { format!("{} to {}", heads.0, heads.1 - 1) };
+    let row = if row == 0 { String::new() } else { format!(", row {row}") };
+    format!("token {token}{row}, head {heads}")
 }

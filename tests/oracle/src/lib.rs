@@ -6,6 +6,7 @@
 //!
 //! - [`Transfer`] is one request between two manifests, as plain numbers; it tells what must happen to each token.
 //! - [`fill_source`] writes the producer's memory: held bytes are a function of their coordinate, all others poison.
+//! - [`prove`] plans a request, carries it out and compares, in one call.
 //! - [`Execution`] applies batches and zero ranges, counts the writes of each byte, and [`Execution::finish`]
 //!   compares every byte of the consumer with what it would have computed itself, every other byte with what it was.
 //! - [`unusual`] deals heads and ranks out by the usual rules and finds a placement that differs.
@@ -19,6 +20,7 @@ mod cover;
 mod execute;
 mod memory;
 mod place;
+mod prove;
 mod transfer;
 mod walk;
 
@@ -27,8 +29,9 @@ pub use cover::{Missing, uncovered};
 pub use execute::{Execution, Expansion, Finding, expand, flatten, joined};
 pub use memory::{Memory, Stamp, fill_source};
 pub use place::{Share, unusual, usual_heads};
-pub use transfer::{DstTable, Fate, Gap, SrcTable, Transfer};
-pub use walk::{Cell, Table, dealt, walk};
+pub use prove::{Outcome, carry_out, prove};
+pub use transfer::{DstTable, Fate, Fates, Gap, SrcTable, Transfer, unshareable};
+pub use walk::{Cell, Coordinate, Listed, Table, dealt, walk};
 
 /// A 64-bit number as an index; beyond the address space it is an index that nothing has.
 fn at(index: u64) -> usize {

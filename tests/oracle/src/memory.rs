@@ -14,8 +14,8 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::units::Name;
 
 use crate::execute::Finding;
-use crate::transfer::SrcTable;
-use crate::walk::{Cell, walk};
+use crate::transfer::Known;
+use crate::walk::{Cell, Coordinate, walk};
 use crate::{Transfer, at};
 
 /// The bytes of every region of every rank of one engine.
@@ -98,11 +98,12 @@ impl Stamp {
         Self(text(text(1, item), component))
     }
 
-    /// Writes the bytes of one (token, head), from its byte 0.
-    pub fn write(self, token: u64, head: u32, bytes: &mut [u8]) {
-        let seed = mix(mix(self.0 ^ token) ^ u64::from(head));
-        for (i, byte) in bytes.iter_mut().enumerate() {
-            *byte = 1 + mix(seed ^ i as u64).to_le_bytes()[7] % 127;
+    /// Writes bytes of one value or element, from its byte `first` on.
+    pub fn write(self, coordinate: Coordinate, first: u64, bytes: &mut [u8]) {
+        let Coordinate { token, row, heads } = coordinate;
+        let seed = mix(mix(mix(self.0 ^ token) ^ u64::from(row)) ^ (u64::from(heads.1) << 32 | u64::from(heads.0)));
+        for (i, byte) in (first..).zip(bytes) {
+            *byte = 1 + mix(seed ^ i).to_le_bytes()[7] % 127;
         }
     }
 }
@@ -116,7 +117,7 @@ fn mix(x: u64) -> u64 {
 }
 
 /// The producer's memory: every held byte is a function of its coordinate, the rest of a frozen block's bytes is zero,
-/// all else is poison.
+/// all else is poison: scratch rows of states too.
 ///
 /// # Errors
 /// A view outside its region, or two held coordinates in one place: the tables contradict each other.
@@ -125,23 +126,23 @@ pub fn fill_source(transfer: &Transfer<'_>) -> Result<Memory, Finding> {
     let mut memory = Memory::poison(manifest);
     let mut owners = Memory::zero(manifest);
     for (item, _) in manifest.spec().items().iter().enumerate() {
-        let SrcTable { table, held, .. } = transfer.src_table(item)?;
-        let frozen_end = transfer.frozen_end(item)?;
+        let listed = transfer.src_listed(item)?;
         for rank in 0..manifest.ranks().len() {
             let mut failed = None;
             let mut stamp = StampCache::default();
-            walk(manifest, rank, item, table, |cell| {
-                if cell.token < held.start || cell.token >= frozen_end {
-                    return;
-                }
-                let written = owners.cell_mut(rank, &cell).and_then(|owners| {
+            walk(manifest, rank, item, listed, |cell| {
+                let written = transfer.known(item, &cell).and_then(|known| {
+                    if known == Known::Nothing {
+                        return Ok(());
+                    }
+                    let owners = owners.cell_mut(rank, &cell)?;
                     if owners.iter().any(|&o| o != 0) {
                         return Err(Finding::Shared { rank, region: cell.region, offset: cell.offset });
                     }
                     owners.fill(1);
                     let bytes = memory.cell_mut(rank, &cell)?;
-                    if held.contains(&cell.token) {
-                        stamp.of(&cell).write(cell.token, cell.head, bytes);
+                    if known == Known::Held {
+                        stamp.of(&cell).write(cell.coordinate, cell.byte, bytes);
                     } else {
                         bytes.fill(0);
                     }
@@ -179,14 +180,23 @@ mod tests {
     #[test]
     fn patterns_never_share_a_value_and_differ_by_every_coordinate() {
         let mut a = [0; 256];
-        Stamp::new(&"l0".into(), &"k".into()).write(7, 3, &mut a);
+        let at = |token, row, head| Coordinate { token, row, heads: (head, head + 1) };
+        Stamp::new(&"l0".into(), &"k".into()).write(at(7, 0, 3), 0, &mut a);
         assert!(a.iter().all(|b| (1..=127).contains(b)));
-        let others = [("l1", "k", 7, 3), ("l0", "v", 7, 3), ("l0", "k", 8, 3), ("l0", "k", 7, 2), ("l", "0k", 7, 3)];
-        for (item, component, token, head) in others {
+        let others = [
+            ("l1", "k", at(7, 0, 3)),
+            ("l0", "v", at(7, 0, 3)),
+            ("l0", "k", at(8, 0, 3)),
+            ("l0", "k", at(7, 1, 3)),
+            ("l0", "k", at(7, 0, 2)),
+            ("l0", "k", Coordinate { token: 7, row: 0, heads: (3, 5) }),
+            ("l", "0k", at(7, 0, 3)),
+        ];
+        for (item, component, coordinate) in others {
             let mut b = [0; 256];
-            Stamp::new(&item.into(), &component.into()).write(token, head, &mut b);
+            Stamp::new(&item.into(), &component.into()).write(coordinate, 0, &mut b);
             let same = a.iter().zip(&b).filter(|(x, y)| x == y).count();
-            assert!(same < 16, "{item} {component} {token} {head}: {same} of 256 bytes are equal");
+            assert!(same < 16, "{item} {component} {coordinate:?}: {same} of 256 bytes are equal");
         }
         let mut noise_bytes = [0; 999];
         noise(0, 0, 128, &mut noise_bytes);

@@ -53,8 +53,8 @@ fn carry_out(moves: &[(u64, u64, u64)], zeros: &[(u64, u64)]) -> Result<(u64, u6
         src: &src,
         dst: &dst,
         tokens: 5,
-        src_tables: vec![SrcTable { table: table(&[0, 1, 2]), held: 0..5, frozen: false }],
-        dst_tables: vec![DstTable { table: table(&[3, 1, 0]), cached: 1 }],
+        src_tables: vec![SrcTable { table: table(&[0, 1, 2]), held: 0..5, frozen: false, ..SrcTable::default() }],
+        dst_tables: vec![DstTable { table: table(&[3, 1, 0]), cached: 1, ..DstTable::default() }],
     };
     let mut run = Execution::new(&transfer).unwrap();
     run.run(RankId::ZERO, RankId::ZERO, &batch(moves)).unwrap();
@@ -117,8 +117,8 @@ fn tables_that_contradict_themselves_are_told() {
         src: &engine,
         dst: &engine,
         tokens: 4,
-        src_tables: vec![SrcTable { table: table.clone(), held: 0..4, frozen: false }],
-        dst_tables: vec![DstTable { table, cached: 0 }],
+        src_tables: vec![SrcTable { table: table.clone(), held: 0..4, frozen: false, ..SrcTable::default() }],
+        dst_tables: vec![DstTable { table, cached: 0, ..DstTable::default() }],
     };
     let shared = Finding::Shared { rank: 0, region: 0, offset: 16 };
     assert_eq!(Execution::new(&transfer).unwrap_err(), shared);
