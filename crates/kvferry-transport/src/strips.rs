@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use kvferry_geometry::batch::{Base, Batch, BoundedBatch, MAX_DIMS, PairRun, Part};
+use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Dim, MAX_DIMS, PairRun, Part};
 use kvferry_geometry::units::RegionId;
 
 /// `count` runs of `run` bytes, each a stride further on either side.
@@ -64,6 +64,33 @@ pub struct Scatter<'a> {
     pub pairs: &'a [PairRun],
 }
 
+/// The two innermost loops at once: `outer.count` times `inner.count` whole runs of `run` bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tile {
+    /// Region at the source rank.
+    pub src_region: RegionId,
+    /// Region at the destination rank.
+    pub dst_region: RegionId,
+    /// Byte offset of the first run in the source region.
+    pub src_offset: u64,
+    /// Byte offset of the first run in the destination region.
+    pub dst_offset: u64,
+    /// Bytes of each run, at least 1.
+    pub run: u64,
+    /// The outer loop; one step where the batch has no loop there.
+    pub outer: Dim,
+    /// The inner loop.
+    pub inner: Dim,
+}
+
+impl Tile {
+    /// Bytes in all.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.run * self.inner.count * self.outer.count
+    }
+}
+
 /// Cuts the bytes of a batch into `n` shares of nearly equal size, in order; some are empty if there are few bytes.
 /// Cuts inside a run fall on multiples of 4 KiB from its start where the run is that long.
 #[must_use]
@@ -77,6 +104,23 @@ pub fn shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
         let end = if i == n { total } else { tidy_cut(batch, ideal).max(start) };
         out.push(start..end);
         start = end;
+    }
+    out
+}
+
+/// As [`shares`], but a cut inside the loops of a block pair goes back to the pair's start where that costs a share an eighth
+/// of its bytes at most. So who works on the loops as a whole finds them whole.
+#[must_use]
+pub fn pair_shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
+    let total = batch.batch().bytes().get();
+    let most = total / n.max(1) as u64 / 8;
+    let mut start = 0;
+    let mut out = shares(batch, n);
+    for share in &mut out {
+        let inside = Strips::new(batch, share.end..total).in_pair();
+        let end = if inside <= most { share.end - inside } else { share.end };
+        *share = start..end.max(start);
+        start = share.end;
     }
     out
 }
@@ -188,6 +232,60 @@ impl<'a> Strips<'a> {
         })
     }
 
+    /// Many strips at once, where the walk stands at the start of a loop that has another one around it: then it goes past all
+    /// steps of the outer loop that end before the end of the range. `None` elsewhere; [`next_within`](Self::next_within) goes
+    /// on there. The outer loop is that of the nest, or of the block pairs of a pair run where the nest has one loop only.
+    pub fn next_tile(&mut self) -> Option<Tile> {
+        if self.in_run > 0 {
+            return None;
+        }
+        let (base, part) = self.current()?;
+        let pairs = part.pairs.get(self.pair_run)?;
+        let dims = part.nest.dims.as_slice();
+        let (inner, around) = dims.split_last()?;
+        if self.idx[around.len()] > 0 {
+            return None;
+        }
+        let room = (self.end - self.position) / inner.count.checked_mul(part.nest.run)?;
+        let (done, outer) = match around.last() {
+            Some(dim) => (self.idx[around.len() - 1], *dim),
+            None => (self.pair, pair_loop(part, pairs)),
+        };
+        let steps = room.min(outer.count - done);
+        if steps == 0 {
+            return None;
+        }
+        let line = self.line(base, part, pairs);
+        match around.len().checked_sub(1) {
+            Some(loop_around) => {
+                self.idx[loop_around] += steps;
+                if steps + done == outer.count {
+                    self.idx[loop_around] = 0;
+                    self.carry(part, pairs, loop_around);
+                }
+            }
+            None => self.step_pairs(pairs, steps),
+        }
+        let tile = Tile {
+            src_region: line.src_region,
+            dst_region: line.dst_region,
+            src_offset: line.src_offset,
+            dst_offset: line.dst_offset,
+            run: part.nest.run,
+            outer: Dim { count: steps, ..outer },
+            inner: *inner,
+        };
+        self.position += tile.bytes();
+        Some(tile)
+    }
+
+    /// Bytes from the start of the block pair that the walk stands in.
+    fn in_pair(&mut self) -> u64 {
+        let Some((_, part)) = self.current() else { return 0 };
+        let runs = part.nest.dims.iter().zip(self.idx).fold(0, |runs, (dim, i)| runs * dim.count + i);
+        runs * part.nest.run + self.in_run
+    }
+
     /// The base and part the walk stands in, after skipping finished and empty ones.
     fn current(&mut self) -> Option<(&'a Base, &'a Part)> {
         loop {
@@ -214,15 +312,16 @@ impl<'a> Strips<'a> {
         let done = if dims.is_empty() { self.inner } else { self.pair };
         let src_block = u64::from(pairs.src) + done * u64::from(part.src_step);
         let dst_block = u64::from(pairs.dst) + done * u64::from(part.dst_step);
+        let around = pair_loop(part, pairs);
         let mut strip = Strip {
             src_region: base.src_region,
             dst_region: base.dst_region,
             src_offset: base.src_offset + part.src_add + src_block * part.src_block_stride,
             dst_offset: base.dst_offset + part.dst_add + dst_block * part.dst_block_stride,
             run: part.nest.run,
-            count: u64::from(pairs.count) - self.inner,
-            src_stride: part.src_block_stride.wrapping_mul(u64::from(part.src_step)),
-            dst_stride: part.dst_block_stride.wrapping_mul(u64::from(part.dst_step)),
+            count: around.count - self.inner,
+            src_stride: around.src_stride,
+            dst_stride: around.dst_stride,
         };
         for (dim, i) in dims.iter().zip(self.idx) {
             strip.src_offset += i * dim.src_stride;
@@ -256,14 +355,24 @@ impl<'a> Strips<'a> {
             return;
         }
         self.idx[last] = 0;
-        for (i, dim) in part.nest.dims.iter().enumerate().take(last).rev() {
+        self.carry(part, pairs, last);
+    }
+
+    /// Steps the loops outside of loop `within` once, and the pairs where these are done.
+    fn carry(&mut self, part: &Part, pairs: &PairRun, within: usize) {
+        for (i, dim) in part.nest.dims.iter().enumerate().take(within).rev() {
             self.idx[i] += 1;
             if self.idx[i] < dim.count {
                 return;
             }
             self.idx[i] = 0;
         }
-        self.pair += 1;
+        self.step_pairs(pairs, 1);
+    }
+
+    /// Steps the loop of pairs, where that is not the innermost.
+    fn step_pairs(&mut self, pairs: &PairRun, steps: u64) {
+        self.pair += steps;
         if self.pair == u64::from(pairs.count) {
             self.pair = 0;
             self.pair_run += 1;
@@ -332,6 +441,16 @@ impl Iterator for Strips<'_> {
 
     fn next(&mut self) -> Option<Strip> {
         self.next_within(u64::MAX)
+    }
+}
+
+/// The pairs of a pair run as a loop.
+fn pair_loop(part: &Part, pairs: &PairRun) -> Dim {
+    Dim {
+        count: u64::from(pairs.count),
+        // Wrapping: a step that no pair takes may be any number.
+        src_stride: part.src_block_stride.wrapping_mul(u64::from(part.src_step)),
+        dst_stride: part.dst_block_stride.wrapping_mul(u64::from(part.dst_step)),
     }
 }
 
@@ -437,6 +556,42 @@ mod tests {
     }
 
     #[test]
+    fn tiles_are_the_strips_they_stand_for() {
+        let (mut wide, mut paired) = (0, 0);
+        for seed in 0..400 {
+            let mut rng = Rng::new(seed);
+            let batch = sample(&mut rng, 4096).batch;
+            let total = batch.batch().bytes().get();
+            let start = if seed % 2 == 0 { 0 } else { rng.below(total) };
+            let range = start..start + rng.below(total - start + 1);
+            let (mut strips, mut out) = (Strips::new(&batch, range.clone()), Vec::new());
+            loop {
+                if let Some(t) = strips.next_tile() {
+                    wide += u64::from(t.outer.count > 1);
+                    let one = |p: &Part| p.nest.dims.len() == 1 && p.nest.dims[0] == t.inner;
+                    paired += u64::from(t.outer.count > 1 && batch.batch().sections().iter().any(|s| s.parts.iter().any(one)));
+                    for (o, i) in (0..t.outer.count).flat_map(|o| (0..t.inner.count).map(move |i| (o, i))) {
+                        let src = t.src_offset + o * t.outer.src_stride + i * t.inner.src_stride;
+                        let dst = t.dst_offset + o * t.outer.dst_stride + i * t.inner.dst_stride;
+                        out.extend((0..t.run).map(|b| (t.src_region.get(), src + b, t.dst_region.get(), dst + b)));
+                    }
+                    assert_eq!(strips.position(), start + out.len() as u64, "seed {seed}");
+                } else if let Some(s) = strips.next() {
+                    for at in 0..s.bytes() {
+                        let (r, i) = (at / s.run, at % s.run);
+                        let (src, dst) = (s.src_offset + r * s.src_stride + i, s.dst_offset + r * s.dst_stride + i);
+                        out.push((s.src_region.get(), src, s.dst_region.get(), dst));
+                    }
+                } else {
+                    break;
+                }
+            }
+            assert_eq!(out, by_strips(&mut Strips::new(&batch, range), || u64::MAX), "seed {seed}");
+        }
+        assert!(wide > 100 && paired > 10, "only {wide} tiles of several steps, {paired} of them over pairs");
+    }
+
+    #[test]
     fn any_range_is_its_part_of_the_whole() {
         for seed in 0..200 {
             let mut rng = Rng::new(seed);
@@ -472,5 +627,29 @@ mod tests {
                 assert_eq!(at, total);
             }
         }
+    }
+
+    #[test]
+    fn pair_shares_cover_the_batch_and_keep_small_pairs_whole() {
+        let mut whole = 0;
+        for seed in 0..200 {
+            let mut rng = Rng::new(seed);
+            let batch = sample(&mut rng, 4096).batch;
+            let total = batch.batch().bytes().get();
+            for n in 1..6u64 {
+                let plain = shares(&batch, usize::try_from(n).unwrap());
+                let mut at = 0;
+                for (share, plain) in pair_shares(&batch, usize::try_from(n).unwrap()).into_iter().zip(plain) {
+                    assert_eq!(share.start, at);
+                    at = share.end;
+                    assert!(share.end <= plain.end && plain.end - share.end <= total / n / 8, "seed {seed}");
+                    let inside = Strips::new(&batch, share.end..total).in_pair();
+                    assert!(inside == 0 || inside > total / n / 8, "seed {seed}: {inside} bytes of a pair are cut off");
+                    whole += u64::from(share.end < plain.end);
+                }
+                assert_eq!(at, total);
+            }
+        }
+        assert!(whole > 50, "only {whole} cuts moved");
     }
 }
