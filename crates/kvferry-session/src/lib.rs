@@ -31,6 +31,7 @@ pub mod owner;
 pub mod pairing;
 pub mod rank;
 pub mod runs;
+pub mod staging;
 #[cfg(test)]
 mod testing;
 
@@ -39,3 +40,4 @@ pub use cache::{CacheError, LocalCache};
 pub use outcome::{Delivered, Failed, FailureCause, Report};
 pub use owner::{OwnerConfig, OwnerSession};
 pub use rank::RankSession;
+pub use staging::StagingPool;
