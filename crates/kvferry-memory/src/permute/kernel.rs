@@ -3,6 +3,7 @@
 //! Short runs are copied by loops that know their size, long ones by `memcpy`, or past the caches where the operation is so
 //! large that its destination would only push out what is in use. Where one loop steps through the source run by run and the
 //! other one through the destination, the runs are the elements of a matrix that is turned over: [`transpose`](super::transpose).
+//! Miri knows no stores past the caches and no hints, and gets plain copies instead.
 
 use super::transpose;
 
@@ -187,7 +188,7 @@ const AHEAD: usize = 1024;
 
 /// Makes all bytes that this thread streamed visible before whatever it stores next.
 pub(super) fn drain() {
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: `sfence` is in every x86-64 and touches no memory.
     unsafe {
         std::arch::x86_64::_mm_sfence();
@@ -196,7 +197,7 @@ pub(super) fn drain() {
 
 /// Begins to fetch the beginning of `len` bytes. A hint: it touches nothing and cannot fault.
 fn fetch(place: *const u8, len: usize) {
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     for at in (0..len.min(AHEAD)).step_by(LINE) {
         // SAFETY: prefetching is in every x86-64 and never faults; the pointer is not dereferenced.
         unsafe {
@@ -204,7 +205,7 @@ fn fetch(place: *const u8, len: usize) {
             _mm_prefetch::<_MM_HINT_T0>(place.wrapping_add(at).cast());
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = (place, len);
 }
 
@@ -237,7 +238,7 @@ unsafe fn past_caches(src: *const u8, dst: *mut u8, len: usize) {
 #[inline]
 unsafe fn stream_lines<const N: usize>(src: *const u8, dst: *mut u8) {
     const { assert!(N.is_multiple_of(LINE)) };
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     for at in (0..N).step_by(LINE) {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
         // SAFETY: inside the `N` bytes. The streaming stores want their destination aligned to 16 bytes, which it is.
@@ -249,7 +250,7 @@ unsafe fn stream_lines<const N: usize>(src: *const u8, dst: *mut u8) {
             }
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     // SAFETY: the caller's promise.
     unsafe {
         std::ptr::copy_nonoverlapping(src, dst, N);
