@@ -7,9 +7,11 @@
 //! ```
 //!
 //! The exchange is symmetric: who connected, and who will read from whom, makes no difference. What is compared: the
-//! versions (there must be a common one), the engine ids (the one expected; not our own), the model identity. What the
-//! two engines' caches look like is not a matter of the handshake: [`Compatible`](kvferry_geometry::compat::Compatible)
-//! compares it for each direction that is really used.
+//! versions (there must be a common one), the engine ids (the one expected; not our own), the model identity, and whether
+//! maps of peers stripe (both sides compute one map, so both must). What the two engines' caches look like is not a matter of
+//! the handshake: [`Compatible`](kvferry_geometry::compat::Compatible) compares it for each direction that is really used, on
+//! each side with its own [`CompatOptions`](kvferry_geometry::compat::CompatOptions). Those may differ: they say only what a
+//! side lets pass, never what moves, so each side refuses for itself and names the item.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,6 +22,11 @@ use crate::manifest::EngineManifest;
 use crate::names::{EngineId, ModelIdentity};
 
 /// Protocol versions that are understood, both ends included.
+///
+/// | version | what it is |
+/// |---|---|
+/// | 1 | paged items, one retention for a group; never released, and not spoken any more |
+/// | 2 | states, compressed entries, scales, rings; striping in the hello |
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Versions {
     /// The oldest.
@@ -30,7 +37,7 @@ pub struct Versions {
 
 impl Versions {
     /// What this crate speaks.
-    pub const OURS: Self = Self { min: 1, max: 1 };
+    pub const OURS: Self = Self { min: 2, max: 2 };
 
     /// The newest version of both.
     #[must_use]
@@ -81,6 +88,8 @@ pub struct Hello {
     pub abilities: Abilities,
     /// What its cache's bytes mean.
     pub identity: ModelIdentity,
+    /// Whether its maps of peers stripe over replicas.
+    pub stripe: bool,
     /// The digest that it computed of its manifest.
     pub digest: Digest,
     /// Its manifest, with engine id and epoch.
@@ -94,6 +103,8 @@ pub struct LocalSide {
     pub identity: ModelIdentity,
     /// Whether that must be equal.
     pub check: IdentityCheck,
+    /// Whether its maps of peers stripe over replicas.
+    pub stripe: bool,
     /// Its manifest.
     pub manifest: Arc<EngineManifest>,
 }
@@ -136,6 +147,17 @@ pub enum HelloMismatch {
         /// The peer's.
         theirs: ModelIdentity,
     },
+    /// One side's maps of peers would stripe over replicas, the other's not: they would name other ranks.
+    #[error(
+        "striping over replicas: it is {} here, {} at the peer; configure `stripe` alike on both engines",
+        on_off(.ours), on_off(.theirs)
+    )]
+    Stripe {
+        /// Ours.
+        ours: bool,
+        /// The peer's.
+        theirs: bool,
+    },
     /// The peer's digest of its manifest is not what we compute.
     #[error(
         "manifest digest: the peer says {claimed:.16}, its manifest gives {computed:.16}; the two sides encode differently"
@@ -146,6 +168,10 @@ pub enum HelloMismatch {
         /// What its manifest gives.
         computed: Digest,
     },
+}
+
+fn on_off(stripe: &bool) -> &'static str {
+    if *stripe { "on" } else { "off" }
 }
 
 /// Every reason not to talk.
@@ -191,6 +217,7 @@ impl Greeting {
             versions: Versions::OURS,
             abilities: Abilities::OURS,
             identity: local.identity.clone(),
+            stripe: local.stripe,
             digest: local.manifest.digest(),
             manifest: local.manifest.clone(),
         };
@@ -218,6 +245,9 @@ impl Greeting {
         if self.local.check == IdentityCheck::Required && self.local.identity != hello.identity {
             let (ours, theirs) = (self.local.identity.clone(), hello.identity.clone());
             found.push(HelloMismatch::Identity { ours, theirs });
+        }
+        if self.local.stripe != hello.stripe {
+            found.push(HelloMismatch::Stripe { ours: self.local.stripe, theirs: hello.stripe });
         }
         let computed = hello.manifest.digest();
         if computed != hello.digest {
@@ -256,7 +286,7 @@ mod tests {
 
     fn local(id: &str, identity: &str, check: IdentityCheck) -> Arc<LocalSide> {
         let identity = ModelIdentity::new(identity).unwrap();
-        Arc::new(LocalSide { identity, check, manifest: crate::testing::engine_of(id, 1) })
+        Arc::new(LocalSide { identity, check, stripe: false, manifest: crate::testing::engine_of(id, 1) })
     }
 
     fn greet(ours: &Arc<LocalSide>, expected: Option<&str>, hello: &Hello) -> Result<Established, Refusal> {
@@ -271,12 +301,12 @@ mod tests {
         let hello_of = |side: &Arc<LocalSide>| Greeting::start(side.clone(), None).1;
         for (ours, theirs) in [(&p, &d), (&d, &p)] {
             let met = greet(ours, Some(theirs.manifest.engine().as_str()), &hello_of(theirs)).unwrap();
-            assert_eq!((met.version, met.abilities, &met.peer), (1, Abilities::OURS, &theirs.manifest));
+            assert_eq!((met.version, met.abilities, &met.peer), (2, Abilities::OURS, &theirs.manifest));
             assert!(greet(ours, None, &hello_of(theirs)).is_ok(), "whoever connects to us is whom we expect");
         }
         let good = hello_of(&d);
         let refusals = |expected, hello: &Hello| greet(&p, expected, hello).unwrap_err().0;
-        let theirs = Versions { min: 2, max: 3 };
+        let theirs = Versions { min: 3, max: 4 };
         let of_version = Hello { versions: theirs, ..good.clone() };
         assert_eq!(refusals(None, &of_version), [HelloMismatch::Version { ours: Versions::OURS, theirs }]);
         let got = EngineId::new("d").unwrap();
@@ -289,10 +319,13 @@ mod tests {
         assert!(matches!(refusals(None, &identity)[..], [HelloMismatch::Identity { .. }]));
         let digest = Hello { digest: Digest::from_bytes([0; 32]), ..good.clone() };
         assert!(matches!(refusals(None, &digest)[..], [HelloMismatch::Digest { .. }]));
+        let striped = Hello { stripe: true, ..good.clone() };
+        assert_eq!(refusals(None, &striped), [HelloMismatch::Stripe { ours: false, theirs: true }]);
+        assert!(Refusal(refusals(None, &striped)).to_string().contains("is off here, on at the peer"));
         // Everything at once.
-        let all = Hello { versions: theirs, digest: Digest::from_bytes([0; 32]), ..identity.clone() };
+        let all = Hello { versions: theirs, stripe: true, digest: Digest::from_bytes([0; 32]), ..identity.clone() };
         let refusal = greet(&p, Some("e"), &all).unwrap_err();
-        assert_eq!((refusal.0.len(), refusal.to_string().lines().count()), (4, 4), "{refusal}");
+        assert_eq!((refusal.0.len(), refusal.to_string().lines().count()), (5, 5), "{refusal}");
         // The identity's check can be switched off, on this side only.
         let careless = local("p", "m", IdentityCheck::Off);
         assert!(greet(&careless, Some("d"), &identity).is_ok());

@@ -11,6 +11,8 @@ use crate::names::{ContentKey, Epoch, Fence};
 
 /// The most blocks that one side of a request may list, over all its groups.
 pub const MAX_REQUEST_BLOCKS: u64 = 1 << 20;
+/// The most states that one side of a request may list, over all its groups.
+pub const MAX_REQUEST_STATES: usize = 1 << 16;
 
 /// One message between two owners.
 #[derive(Clone, PartialEq, Debug)]

@@ -6,7 +6,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::digest::Digest;
+use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId};
 
@@ -50,9 +52,11 @@ impl fmt::Display for Assurance {
 pub struct Pairing {
     /// The other engine, by the digest of its [`EngineManifest`].
     pub peer: Digest,
-    /// The salt of the map of peers.
-    pub salt: u64,
-    /// The digest of that map, as the owners agreed on it.
+    /// How the map of peers was made.
+    pub options: PeerOptions,
+    /// What this rank's owner lets pass.
+    pub compat: CompatOptions,
+    /// The digest of the map, as the owners agreed on it.
     pub peer_map: Digest,
 }
 

@@ -55,8 +55,8 @@ fn varint(mut n: u32, out: &mut Vec<u8>) {
 /// A hello of an engine without items, each rank of which announces 4096 placements and as many views in 6 bytes.
 fn greedy(ranks: u32) -> Frame {
     let mut body = b"kvfy".to_vec();
-    // Versions, no abilities, identity "m", digest.
-    body.extend([1, 0, 1, 0, 0, 1, b'm']);
+    // Versions, no abilities, identity "m", no striping, digest.
+    body.extend([2, 0, 2, 0, 0, 1, b'm', 0]);
     body.extend([0; 32]);
     // Engine "e", epoch, no items, no groups.
     body.extend([1, b'e', 0, 0, 0]);

@@ -216,6 +216,14 @@ pub enum FailureCause {
         /// The limit.
         limit: u64,
     },
+    /// Too many states.
+    #[error("the request lists {got} states, more than the {limit} that one request can have")]
+    TooManyStates {
+        /// States listed.
+        got: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// Blocks, room or held tokens don't fit.
     #[error("the request does not fit: {0}")]
     Request(RequestErrors),

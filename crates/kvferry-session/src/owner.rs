@@ -12,16 +12,18 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::manifest::CacheGroup;
-use kvferry_geometry::request::DstGroup;
+use kvferry_geometry::peers::PeerOptions;
+use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::spec::ModelSpec;
 use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::handshake::{IdentityCheck, LocalSide};
 use kvferry_proto::lease::{Closing, Offer};
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
-use kvferry_proto::peer::{MAX_REQUEST_BLOCKS, PeerMessage};
+use kvferry_proto::peer::{MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage};
 use kvferry_proto::rank::{Assurance, FromRank, PullId, ToRank};
 
 use crate::outcome::{Delivered, Failed};
@@ -63,6 +65,11 @@ pub struct OwnerConfig {
     pub identity: ModelIdentity,
     /// Whether peers must say the same.
     pub check: IdentityCheck,
+    /// What becomes of items that only one of two engines has. Both engines' owners are asked, each with its own options; where
+    /// these differ, the stricter one decides. They never change what moves.
+    pub compat: CompatOptions,
+    /// Whether one consumer's items are spread over all ranks that hold them alike. Peers must say the same.
+    pub stripe: bool,
     /// How long a link may take until both hellos are in order, and a rank's link until it has joined.
     pub handshake: Duration,
     /// How long ranks may take to stop after a request has failed, before they count as in doubt.
@@ -173,6 +180,14 @@ pub enum OfferError {
         /// The limit.
         limit: u64,
     },
+    /// It lists too many states.
+    #[error("the offer lists {got} states, more than the {limit} that one request can have")]
+    TooManyStates {
+        /// States listed.
+        got: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// The lease id is in use.
     #[error("lease {lease} is open already; lease ids must be random")]
     Repeated {
@@ -278,9 +293,12 @@ impl OwnerSession {
             }
             Life::Ready(_) => {}
         }
-        let got = offer.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
-        if got > MAX_REQUEST_BLOCKS {
-            return Err(OfferError::TooManyBlocks { got, limit: MAX_REQUEST_BLOCKS });
+        let (blocks, states) = src_counts(&offer.groups);
+        if blocks > MAX_REQUEST_BLOCKS {
+            return Err(OfferError::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS });
+        }
+        if states > MAX_REQUEST_STATES {
+            return Err(OfferError::TooManyStates { got: states, limit: MAX_REQUEST_STATES });
         }
         self.leases.open(&self.config.engine, self.config.epoch, lease, offer)
     }
@@ -380,6 +398,11 @@ impl OwnerSession {
         }
     }
 
+    /// How maps of peers are made for a salt.
+    fn peer_options(&self, salt: u64) -> PeerOptions {
+        PeerOptions { salt, stripe: self.config.stripe }
+    }
+
     fn send_peer(&mut self, link: LinkId, message: PeerMessage) {
         if !self.links.exists(link) {
             return;
@@ -405,6 +428,22 @@ impl OwnerSession {
             self.effects.push_back(Effect::SendRank { link, message: ToRank::Forget(digest) });
         }
     }
+}
+
+/// Blocks and states that one side lists.
+fn src_counts(groups: &[SrcGroup]) -> (u64, usize) {
+    groups.iter().fold((0, 0), |(blocks, states): (u64, usize), g| match g {
+        SrcGroup::Paged(g) => (blocks.saturating_add(g.table.len()), states),
+        SrcGroup::State(g) => (blocks, states.saturating_add(g.checkpoints.len())),
+    })
+}
+
+/// As [`src_counts`].
+fn dst_counts(groups: &[DstGroup]) -> (u64, usize) {
+    groups.iter().fold((0, 0), |(blocks, states): (u64, usize), g| match g {
+        DstGroup::Paged(g) => (blocks.saturating_add(g.table.len()), states),
+        DstGroup::State(g) => (blocks, states.saturating_add(g.more.len())),
+    })
 }
 
 /// Who is where, shared by the parts of the session.

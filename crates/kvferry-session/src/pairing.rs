@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvferry_geometry::compat::{Compatible, Mismatches};
+use kvferry_geometry::compat::{CompatOptions, Compatible, Mismatches};
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::peers::{PeerError, PeerMap};
+use kvferry_geometry::peers::{PeerError, PeerMap, PeerOptions};
 use kvferry_geometry::plan::{PairPlan, PlanError};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::SALTS;
@@ -42,17 +42,24 @@ pub enum PairingError {
 #[derive(Debug)]
 pub struct Direction {
     compatible: Compatible,
-    maps: BTreeMap<u64, Arc<PeerMap>>,
-    plans: BTreeMap<(u64, RankId, RankId), Arc<PairPlan>>,
+    maps: BTreeMap<MapKey, Arc<PeerMap>>,
+    plans: BTreeMap<(MapKey, RankId, RankId), Arc<PairPlan>>,
+}
+
+/// Salt and striping.
+type MapKey = (u64, bool);
+
+fn key(options: PeerOptions) -> MapKey {
+    (options.salt, options.stripe)
 }
 
 impl Direction {
-    /// From `src` to `dst`.
+    /// From `src` to `dst`, letting pass what this side's engine lets pass.
     ///
     /// # Errors
     /// All mismatches.
-    pub fn new(src: Arc<Manifest>, dst: Arc<Manifest>) -> Result<Self, PairingError> {
-        let compatible = Compatible::new(src, dst).map_err(PairingError::Mismatch)?;
+    pub fn new(src: Arc<Manifest>, dst: Arc<Manifest>, options: CompatOptions) -> Result<Self, PairingError> {
+        let compatible = Compatible::with(src, dst, options).map_err(PairingError::Mismatch)?;
         Ok(Self { compatible, maps: BTreeMap::new(), plans: BTreeMap::new() })
     }
 
@@ -62,48 +69,48 @@ impl Direction {
         &self.compatible
     }
 
-    /// The map of peers for a salt.
+    /// The map of peers for a salt, striped or not.
     ///
     /// # Errors
     /// If there is none.
-    pub fn map(&mut self, salt: u64) -> Result<Arc<PeerMap>, PairingError> {
-        if let Some(map) = self.maps.get(&salt) {
+    pub fn map(&mut self, options: PeerOptions) -> Result<Arc<PeerMap>, PairingError> {
+        if let Some(map) = self.maps.get(&key(options)) {
             return Ok(map.clone());
         }
-        let map = Arc::new(PeerMap::new(&self.compatible, salt)?);
+        let map = Arc::new(PeerMap::with(&self.compatible, options, |_, _| 0)?);
         if self.maps.len() as u64 >= SALTS {
             // Only a peer that invents salts comes here.
             self.maps.clear();
             self.plans.clear();
         }
-        self.maps.insert(salt, map.clone());
+        self.maps.insert(key(options), map.clone());
         Ok(map)
     }
 
-    /// The map for a salt, if it is the one named.
+    /// The map for these options, if it is the one named.
     ///
     /// # Errors
     /// If there is none, or it is another.
-    pub fn agreed_map(&mut self, salt: u64, expected: Digest) -> Result<Arc<PeerMap>, PairingError> {
-        let map = self.map(salt)?;
+    pub fn agreed_map(&mut self, options: PeerOptions, expected: Digest) -> Result<Arc<PeerMap>, PairingError> {
+        let map = self.map(options)?;
         let got = map.digest();
         if got == expected { Ok(map) } else { Err(PairingError::MapDiffers { expected, got }) }
     }
 
-    /// The plan of one pair of ranks for a salt.
+    /// The plan of one pair of ranks by the map for these options.
     ///
     /// # Errors
     /// If there is no map.
-    pub fn plan(&mut self, salt: u64, src: RankId, dst: RankId) -> Result<Arc<PairPlan>, PairingError> {
-        let map = self.map(salt)?;
-        if let Some(plan) = self.plans.get(&(salt, src, dst)) {
+    pub fn plan(&mut self, options: PeerOptions, src: RankId, dst: RankId) -> Result<Arc<PairPlan>, PairingError> {
+        let map = self.map(options)?;
+        if let Some(plan) = self.plans.get(&(key(options), src, dst)) {
             return Ok(plan.clone());
         }
         let plan = Arc::new(PairPlan::new(&self.compatible, &map, src, dst)?);
         if self.plans.len() >= MAX_PLANS {
             self.plans.clear();
         }
-        self.plans.insert((salt, src, dst), plan.clone());
+        self.plans.insert((key(options), src, dst), plan.clone());
         Ok(plan)
     }
 }
@@ -111,8 +118,8 @@ impl Direction {
 /// Both directions between our engine and another, each made when first asked for.
 #[derive(Debug, Default)]
 pub struct Acquaintance {
-    reading: Option<Result<Direction, PairingError>>,
-    serving: Option<Result<Direction, PairingError>>,
+    reading: Way,
+    serving: Way,
 }
 
 impl Acquaintance {
@@ -120,17 +127,38 @@ impl Acquaintance {
     ///
     /// # Errors
     /// All mismatches.
-    pub fn reading(&mut self, ours: &Arc<Manifest>, peer: &Arc<Manifest>) -> Result<&mut Direction, PairingError> {
-        let made = self.reading.get_or_insert_with(|| Direction::new(peer.clone(), ours.clone()));
-        made.as_mut().map_err(|e| e.clone())
+    pub fn reading(
+        &mut self,
+        ours: &Arc<Manifest>,
+        peer: &Arc<Manifest>,
+        options: CompatOptions,
+    ) -> Result<&mut Direction, PairingError> {
+        known(&mut self.reading, options, || Direction::new(peer.clone(), ours.clone(), options))
     }
 
     /// The peer reads from us.
     ///
     /// # Errors
     /// All mismatches.
-    pub fn serving(&mut self, ours: &Arc<Manifest>, peer: &Arc<Manifest>) -> Result<&mut Direction, PairingError> {
-        let made = self.serving.get_or_insert_with(|| Direction::new(ours.clone(), peer.clone()));
-        made.as_mut().map_err(|e| e.clone())
+    pub fn serving(
+        &mut self,
+        ours: &Arc<Manifest>,
+        peer: &Arc<Manifest>,
+        options: CompatOptions,
+    ) -> Result<&mut Direction, PairingError> {
+        known(&mut self.serving, options, || Direction::new(ours.clone(), peer.clone(), options))
     }
+}
+
+/// One direction, with what our engine lets pass.
+type Way = Option<(CompatOptions, Result<Direction, PairingError>)>;
+
+fn known<'a>(
+    way: &'a mut Way,
+    options: CompatOptions,
+    make: impl FnOnce() -> Result<Direction, PairingError>,
+) -> Result<&'a mut Direction, PairingError> {
+    // An owner's options don't change; but a rank takes its owner's word with each order.
+    let made = way.take().filter(|(of, _)| *of == options).unwrap_or_else(|| (options, make()));
+    way.insert(made).1.as_mut().map_err(|e| e.clone())
 }

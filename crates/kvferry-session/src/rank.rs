@@ -258,12 +258,13 @@ impl RankSession {
         let pairing = order.pairing;
         let known = self.peers.get_mut(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
         let peer = known.manifest.clone();
-        let direction = known.acquaintance.reading(engine.cache(), peer.cache()).map_err(|e| unfit(&e))?;
-        let map = direction.agreed_map(pairing.salt, pairing.peer_map).map_err(|e| unfit(&e))?;
+        let way = known.acquaintance.reading(engine.cache(), peer.cache(), pairing.compat);
+        let direction = way.map_err(|e| unfit(&e))?;
+        let map = direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| unfit(&e))?;
         let request = BoundRequest::new(direction.compatible(), order.request.clone()).map_err(|e| unfit(&e))?;
         let mut batches = Vec::new();
         for src in map.sources_of(self.who.rank) {
-            let plan = direction.plan(pairing.salt, src, self.who.rank).map_err(|e| unfit(&e))?;
+            let plan = direction.plan(pairing.options, src, self.who.rank).map_err(|e| unfit(&e))?;
             let before = plan.uncoalesced(&request).map_err(|e| unfit(&e))?;
             batches.push((src, before, plan.resolve(&request).map_err(|e| unfit(&e))?));
         }
@@ -281,7 +282,7 @@ impl RankSession {
             };
             sources.insert(src, source);
         }
-        Ok(Pull::new(order.assurance, request, self.now, sources))
+        Ok(Pull::new(order.assurance, request, order.request.dst.clone(), self.now, sources))
     }
 
     /// The lane to a producer's rank, connected now if there is none.
@@ -393,10 +394,10 @@ impl RankSession {
         let known = self.peers.get_mut(&pairing.peer).ok_or("the order names an unknown engine")?;
         let peer = known.manifest.cache().clone();
         let text = |e: &dyn std::fmt::Display| e.to_string();
-        let direction = known.acquaintance.serving(engine.cache(), &peer).map_err(|e| text(&e))?;
-        direction.agreed_map(pairing.salt, pairing.peer_map).map_err(|e| text(&e))?;
+        let direction = known.acquaintance.serving(engine.cache(), &peer, pairing.compat).map_err(|e| text(&e))?;
+        direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| text(&e))?;
         let request = BoundRequest::new(direction.compatible(), order.request).map_err(|e| text(&e))?;
-        let plan = direction.plan(pairing.salt, self.who.rank, order.dst).map_err(|e| text(&e))?;
+        let plan = direction.plan(pairing.options, self.who.rank, order.dst).map_err(|e| text(&e))?;
         let batch = plan.resolve(&request).map_err(|e| text(&e))?;
         let bounded = batch.check(&self.cache.lens(), &peer.region_lens(order.dst));
         let batch = Arc::new(bounded.map_err(|e| text(&e))?);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
-use kvferry_geometry::request::{BlockTable, DstGroup, SrcGroup, Tail};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::request::{BlockTable, DstGroup, DstPaged, SrcGroup, SrcPaged, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, Name, TokenRange, Tokens};
 
 /// Tokens of every request.
@@ -18,12 +18,12 @@ pub(crate) const TOKEN_BYTES: u64 = 2 * 4 * 2 * 32;
 pub(crate) fn shape(tp: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
     let item = |name: &str| {
         let components = vec![Component::new("k", 32, "bf16"), Component::new("v", 32, "bf16")];
-        Item::paged(name, PagedItem { heads: 4, components, retention: Retention::Full })
+        Item::paged(name, PagedItem::new(4, components))
     };
     let spec = ModelSpec::new(vec![item("layer.0"), item("layer.1")]).unwrap();
     let ids = [ItemId::new(0), ItemId::new(1)];
     let group = CacheGroup { name: Name::new("all"), items: ids.to_vec(), block_tokens: Tokens::new(16) };
-    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_| HeadRule::Split).unwrap();
+    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).unwrap();
     let rank = |placement| {
         let layout = LayoutStyle::NHD.build(&spec, &placement, &[(&ids[..], 16, 8)]).unwrap();
         RankManifest { placement, layout }
@@ -45,10 +45,10 @@ fn table(ids: &[u32]) -> BlockTable {
 /// What the producer lists.
 pub(crate) fn src_groups() -> Vec<SrcGroup> {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
-    vec![SrcGroup { table: table(&[3, 0, 6]), held, tail: Tail::Exact }]
+    vec![SrcPaged { table: table(&[3, 0, 6]), held, tail: Tail::Exact }.into()]
 }
 
 /// What the consumer lists.
 pub(crate) fn dst_groups() -> Vec<DstGroup> {
-    vec![DstGroup { table: table(&[7, 2, 1]), cached: Tokens::ZERO }]
+    vec![DstPaged { table: table(&[7, 2, 1]), cached: Tokens::ZERO }.into()]
 }

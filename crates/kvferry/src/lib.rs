@@ -52,8 +52,11 @@ mod reference;
 mod worker;
 
 pub use address::{Address, AddressError};
+pub use kvferry_geometry::compat::{CompatOptions, Unmatched};
 pub use kvferry_geometry::manifest::{CacheGroup, RankManifest};
-pub use kvferry_geometry::request::{BlockTable, DstGroup, SrcGroup, Tail};
+pub use kvferry_geometry::request::{
+    BlockTable, Checkpoint, DstGroup, DstPaged, DstState, SrcGroup, SrcPaged, SrcState, Tail,
+};
 pub use kvferry_geometry::spec::ModelSpec;
 pub use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 pub use kvferry_proto::handshake::IdentityCheck;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::CacheGroup;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::spec::ModelSpec;
@@ -176,6 +177,8 @@ pub struct OwnerBuilder {
     ranks: u32,
     identity: String,
     check: IdentityCheck,
+    compat: CompatOptions,
+    stripe: bool,
     listen: Option<Address>,
     advertise: Option<Address>,
     beyond_loopback: bool,
@@ -197,6 +200,22 @@ impl OwnerBuilder {
     #[must_use]
     pub fn identity_check(mut self, check: IdentityCheck) -> Self {
         self.check = check;
+        self
+    }
+
+    /// What becomes of items that only one of two engines has (the cache of a draft model, say). By default they are a mismatch.
+    /// Both engines' owners must let them pass: what one ignores, the other may still refuse, by item name.
+    #[must_use]
+    pub fn compat(mut self, options: CompatOptions) -> Self {
+        self.compat = options;
+        self
+    }
+
+    /// Whether one consumer's items are spread over all ranks that hold them alike, for more bandwidth from more peers. Peers
+    /// must say the same, or the handshake fails and says so. Default no.
+    #[must_use]
+    pub fn stripe(mut self, stripe: bool) -> Self {
+        self.stripe = stripe;
         self
     }
 
@@ -258,6 +277,8 @@ impl OwnerBuilder {
             ranks: self.ranks,
             identity: ModelIdentity::new(&self.identity)?,
             check: self.check,
+            compat: self.compat,
+            stripe: self.stripe,
             handshake: self.handshake,
             grace: self.grace,
         })?;
@@ -373,6 +394,8 @@ impl Owner {
             ranks,
             identity: "unspecified".into(),
             check: IdentityCheck::Required,
+            compat: CompatOptions::default(),
+            stripe: false,
             listen: None,
             advertise: None,
             beyond_loopback: false,

@@ -40,8 +40,8 @@ pub enum ConvertError {
     /// The transport blobs.
     #[error(transparent)]
     Contacts(#[from] ContactError),
-    /// An empty interval of heads.
-    #[error("item {item}: heads [{start}, {end}) are no interval")]
+    /// An empty interval of heads, or of a part's units.
+    #[error("item {item}: heads or units [{start}, {end}) are no interval")]
     Heads {
         /// The item's id.
         item: u32,
@@ -91,6 +91,12 @@ pub enum ConvertError {
     Tables {
         /// The limit.
         limit: u64,
+    },
+    /// The groups of one side of a request list too many states.
+    #[error("the groups of one side of a request list more than {limit} states")]
+    States {
+        /// The limit.
+        limit: usize,
     },
     /// Block ids that pass 32 bits.
     #[error("a run of {count} blocks from {first} on passes the largest id")]
@@ -233,6 +239,7 @@ fn hello(body: &[u8]) -> Result<Hello, WireError> {
         versions: theirs,
         abilities: Abilities(d.abilities),
         identity: ModelIdentity::new(&d.identity).map_err(|e| meaning(e.into()))?,
+        stripe: d.stripe,
         digest: kvferry_geometry::digest::Digest::from_bytes(d.digest),
         manifest: messages::Shared::try_from(d.manifest).map_err(meaning)?.0,
     })
@@ -242,6 +249,7 @@ fn write_hello(hello: &Hello) -> Result<Vec<u8>, WireError> {
     let rest = dto::Hello {
         abilities: hello.abilities.0,
         identity: hello.identity.as_str().into(),
+        stripe: hello.stripe,
         digest: *hello.digest.as_bytes(),
         manifest: dto::Engine::from(&*hello.manifest),
     };

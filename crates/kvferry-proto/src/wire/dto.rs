@@ -4,11 +4,12 @@ use serde::{Deserialize, Serialize};
 
 use super::bounded::List;
 use crate::manifest::MAX_BLOB;
-use crate::peer::{MAX_PIECES, MAX_WINDOWS};
+use crate::peer::{MAX_PIECES, MAX_REQUEST_STATES, MAX_WINDOWS};
 use crate::rank::MAX_BAD_BLOCKS;
 
 pub(super) const MAX_ITEMS: usize = kvferry_geometry::spec::MAX_ITEMS;
 pub(super) const MAX_COMPONENTS: usize = kvferry_geometry::spec::MAX_COMPONENTS;
+pub(super) const MAX_PARTS: usize = kvferry_geometry::spec::MAX_PARTS;
 pub(super) const MAX_RANKS: usize = kvferry_geometry::placement::MAX_RANKS as usize;
 pub(super) const MAX_REGIONS: usize = 1 << 16;
 pub(super) const MAX_RUNS: usize = 1 << 20;
@@ -19,6 +20,14 @@ pub(super) struct Component {
     pub(super) name: String,
     pub(super) width: u64,
     pub(super) encoding: String,
+    pub(super) span: u32,
+    pub(super) heads: ValueHeads,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum ValueHeads {
+    Each,
+    Shared,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -26,11 +35,22 @@ pub(super) enum Retention {
     Full,
     Window(u64),
     Chunk(u64),
+    Ring(u64),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct StatePart {
+    pub(super) name: String,
+    pub(super) units: u32,
+    pub(super) rows: u32,
+    pub(super) width: u64,
+    pub(super) encoding: String,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum ItemKind {
-    Paged { heads: u32, components: List<Component, MAX_COMPONENTS>, retention: Retention },
+    Paged { heads: u32, tokens_per_entry: u32, components: List<Component, MAX_COMPONENTS>, retention: Retention },
+    State(List<StatePart, MAX_PARTS>),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -64,10 +84,12 @@ pub(super) struct ComponentView {
     pub(super) offset: u64,
     pub(super) head_stride: u64,
     pub(super) entry_stride: u64,
+    /// Bytes and stride.
+    pub(super) chunks: Option<(u64, u64)>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct View {
+pub(super) struct PagedView {
     pub(super) region: u32,
     pub(super) offset: u64,
     pub(super) block_stride: u64,
@@ -79,10 +101,38 @@ pub(super) struct View {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Placement {
-    pub(super) heads: (u32, u32),
-    /// Count, interleave, index.
-    pub(super) tokens: (u32, u32, u32),
+pub(super) struct PartView {
+    pub(super) name: String,
+    pub(super) offset: u64,
+    pub(super) row_stride: u64,
+    pub(super) unit_stride: u64,
+    pub(super) scratch_rows: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct StateView {
+    pub(super) region: u32,
+    pub(super) offset: u64,
+    pub(super) slot_stride: u64,
+    pub(super) slots: u32,
+    pub(super) parts: List<PartView, MAX_PARTS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum View {
+    Paged(PagedView),
+    State(StateView),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Placement {
+    Paged {
+        heads: (u32, u32),
+        /// Count, interleave, index.
+        tokens: (u32, u32, u32),
+    },
+    /// The units of each part.
+    State(List<(u32, u32), MAX_PARTS>),
 }
 
 /// What a rank says of one item. Boxed, so that a small body can't become a large list of empty ones.
@@ -123,6 +173,7 @@ pub(super) struct Engine {
 pub(super) struct Hello {
     pub(super) abilities: u64,
     pub(super) identity: String,
+    pub(super) stripe: bool,
     pub(super) digest: [u8; 32],
     pub(super) manifest: Engine,
 }
@@ -159,17 +210,19 @@ pub(super) enum Tail {
     Frozen,
 }
 
+/// Position and slot.
+pub(super) type Checkpoints = List<(u64, u32), MAX_REQUEST_STATES>;
+
 #[derive(Serialize, Deserialize)]
-pub(super) struct SrcGroup {
-    pub(super) table: Table,
-    pub(super) held: (u64, u64),
-    pub(super) tail: Tail,
+pub(super) enum SrcGroup {
+    Paged { table: Table, held: (u64, u64), tail: Tail },
+    State(Checkpoints),
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct DstGroup {
-    pub(super) table: Table,
-    pub(super) cached: u64,
+pub(super) enum DstGroup {
+    Paged { table: Table, cached: u64 },
+    State { slot: Option<u32>, more: Checkpoints },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -247,9 +300,18 @@ pub(super) struct Join {
 }
 
 #[derive(Serialize, Deserialize)]
+pub(super) enum Unmatched {
+    Refuse,
+    Ignore,
+}
+
+#[derive(Serialize, Deserialize)]
 pub(super) struct Pairing {
     pub(super) peer: [u8; 32],
     pub(super) salt: u64,
+    pub(super) stripe: bool,
+    pub(super) source_only: Unmatched,
+    pub(super) destination_only: Unmatched,
     pub(super) peer_map: [u8; 32],
 }
 

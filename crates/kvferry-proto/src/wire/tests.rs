@@ -3,8 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_geometry::compat::{CompatOptions, Unmatched};
 use kvferry_geometry::digest::Digest;
-use kvferry_geometry::request::{BlockTable, DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::peers::PeerOptions;
+use kvferry_geometry::request::{
+    BlockTable, Checkpoint, DstGroup, DstPaged, DstState, Request, SrcGroup, SrcPaged, SrcState, Tail,
+};
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, TokenRange, Tokens};
 
 use super::*;
@@ -32,13 +36,23 @@ fn table() -> BlockTable {
 fn src_groups() -> Vec<SrcGroup> {
     let held = TokenRange::new(Tokens::new(48), Tokens::new(130));
     vec![
-        SrcGroup { table: table(), held, tail: Tail::Frozen },
-        SrcGroup { table: BlockTable::default(), held: TokenRange::default(), tail: Tail::Exact },
+        SrcPaged { table: table(), held, tail: Tail::Frozen }.into(),
+        SrcState { checkpoints: vec![checkpoint(130, 7), checkpoint(0, u32::MAX)] }.into(),
+        SrcPaged { table: BlockTable::default(), held: TokenRange::default(), tail: Tail::Exact }.into(),
+        SrcState::default().into(),
     ]
 }
 
+fn checkpoint(position: u64, slot: u32) -> Checkpoint {
+    Checkpoint { position: Tokens::new(position), slot: BlockId::new(slot) }
+}
+
 fn dst_groups() -> Vec<DstGroup> {
-    vec![DstGroup { table: table(), cached: Tokens::new(u64::MAX) }]
+    vec![
+        DstPaged { table: table(), cached: Tokens::new(u64::MAX) }.into(),
+        DstState { slot: Some(BlockId::new(3)), more: vec![checkpoint(u64::MAX, 4)] }.into(),
+        DstState::default().into(),
+    ]
 }
 
 fn windows() -> Vec<Window> {
@@ -51,6 +65,7 @@ fn peer_messages() -> Vec<PeerMessage> {
         versions: Versions::OURS,
         abilities: Abilities(1 << 63),
         identity: ModelIdentity::new("model@revision").unwrap(),
+        stripe: true,
         digest: manifest.digest(),
         manifest,
     };
@@ -109,7 +124,12 @@ fn peer_messages() -> Vec<PeerMessage> {
 }
 
 fn pairing() -> Pairing {
-    Pairing { peer: Digest::from_bytes([1; 32]), salt: 5, peer_map: Digest::from_bytes([2; 32]) }
+    Pairing {
+        peer: Digest::from_bytes([1; 32]),
+        options: PeerOptions { salt: 5, stripe: true },
+        compat: CompatOptions { source_only: Unmatched::Ignore, destination_only: Unmatched::Refuse },
+        peer_map: Digest::from_bytes([2; 32]),
+    }
 }
 
 fn request() -> Request {
@@ -312,7 +332,7 @@ fn hs_11_another_version_is_refused_with_both() {
     let error = decode_peer(&f).unwrap_err();
     assert_eq!(error, WireError::Version { ours: Versions::OURS, theirs: Versions { min: 9, max: 12 } });
     let text = error.to_string();
-    assert!(text.contains("1 to 1") && text.contains("9 to 12"), "{text}");
+    assert!(text.contains("2 to 2") && text.contains("9 to 12"), "{text}");
     f.body[0] = b'K';
     assert!(matches!(decode_peer(&f), Err(WireError::Magic { .. })));
     f.body.truncate(3);
@@ -334,7 +354,7 @@ fn of<D: serde::Serialize>(kind: u16, d: &D) -> Frame {
 fn block_tables_are_counted_before_they_are_expanded() {
     let answer = |runs: Vec<(u32, u32)>| {
         let table = dto::Table { first: 0, runs: runs.into_iter().collect() };
-        let group = dto::SrcGroup { table, held: (0, 1), tail: dto::Tail::Exact };
+        let group = dto::SrcGroup::Paged { table, held: (0, 1), tail: dto::Tail::Exact };
         let bound = dto::BindAnswer::Bound {
             fence: (&fence()).into(),
             groups: [group].into_iter().collect(),
@@ -347,7 +367,7 @@ fn block_tables_are_counted_before_they_are_expanded() {
     assert_eq!(meaning(&answer(vec![(0, 1 << 20), (0, 1)])), ConvertError::Tables { limit });
     assert_eq!(meaning(&answer(vec![(u32::MAX, 2)])), ConvertError::Blocks { first: u32::MAX, count: 2 });
     assert!(decode_peer(&answer(vec![(0, 1 << 20)])).is_ok());
-    let bad = dto::SrcGroup {
+    let bad = dto::SrcGroup::Paged {
         table: dto::Table { first: 0, runs: std::iter::empty().collect() },
         held: (5, 4),
         tail: dto::Tail::Exact,
@@ -358,10 +378,156 @@ fn block_tables_are_counted_before_they_are_expanded() {
 }
 
 #[test]
+fn states_are_counted_over_all_groups() {
+    let limit = crate::peer::MAX_REQUEST_STATES;
+    let list = |n: usize| -> dto::Checkpoints { std::iter::repeat_n((1, 2), n).collect() };
+    let src = |lists: Vec<dto::Checkpoints>| dto::BindAnswer::Bound {
+        fence: (&fence()).into(),
+        groups: lists.into_iter().map(dto::SrcGroup::State).collect(),
+        time_left_ns: None,
+    };
+    assert_eq!(meaning(&of(kind::BIND_ANSWER, &src(vec![list(limit), list(1)]))), ConvertError::States { limit });
+    assert!(decode_peer(&of(kind::BIND_ANSWER, &src(vec![list(limit - 1), list(1)]))).is_ok());
+    let dst = |n| dto::RunDigest {
+        fence: (&fence()).into(),
+        src: 0,
+        dst: 0,
+        tokens: 1,
+        groups: [
+            dto::DstGroup::State { slot: None, more: list(n) },
+            dto::DstGroup::State { slot: Some(1), more: list(1) },
+        ]
+        .into_iter()
+        .collect(),
+        windows: std::iter::empty().collect(),
+    };
+    assert_eq!(meaning(&of(kind::RUN_DIGEST, &dst(limit))), ConvertError::States { limit });
+    assert!(decode_peer(&of(kind::RUN_DIGEST, &dst(limit - 1))).is_ok());
+    // One list alone is bounded while it is read: the same bytes, without the bound.
+    let group = (1u32, vec![(1u64, 2u32); limit + 1]);
+    let frame = of(kind::BIND_ANSWER, &(0u32, dto::Fence::from(&fence()), vec![group], Option::<u64>::None));
+    assert!(matches!(decode_peer(&frame), Err(WireError::Body { .. })));
+}
+
+#[test]
+fn lists_of_parts_are_bounded() {
+    let most = dto::MAX_PARTS;
+    // The same bytes as an item's with that many parts, without the bound.
+    let item = |n: usize| ("i", (1u32, vec![("p", 1u32, 1u32, 1u64, "e"); n]));
+    let bytes = |n| postcard::to_allocvec(&item(n)).unwrap();
+    assert!(postcard::from_bytes::<dto::Item>(&bytes(most)).is_ok());
+    assert!(postcard::from_bytes::<dto::Item>(&bytes(most + 1)).is_err());
+    let view = |n: usize| (1u32, (0u32, 0u64, 1u64, 1u32, vec![("p", 1u64, 1u64, 1u64, 0u32); n]));
+    let bytes = |n| postcard::to_allocvec(&view(n)).unwrap();
+    assert!(postcard::from_bytes::<dto::View>(&bytes(most)).is_ok());
+    assert!(postcard::from_bytes::<dto::View>(&bytes(most + 1)).is_err());
+    let placement = |n: usize| (1u32, vec![(0u32, 1u32); n]);
+    let bytes = |n| postcard::to_allocvec(&placement(n)).unwrap();
+    assert!(postcard::from_bytes::<dto::Placement>(&bytes(most)).is_ok());
+    assert!(postcard::from_bytes::<dto::Placement>(&bytes(most + 1)).is_err());
+}
+
+/// What all new variants are made of, at random: it comes back as it was.
+#[test]
+fn random_items_views_and_requests_come_back_as_they_were() {
+    use kvferry_geometry::layout::{Chunks, ComponentView, KernelBlock, PagedView, PartView, StateView, View};
+    use kvferry_geometry::placement::{HeadRange, Placement, TokenClass};
+    use kvferry_geometry::spec::{Component, Item, PagedItem, Retention, StateItem, StatePart};
+
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut any = move |most: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        // Large numbers and small ones.
+        let value = state >> (state % 64);
+        most.checked_add(1).map_or(value, |n| value % n)
+    };
+    let small = |v: u64| u32::try_from(v).unwrap();
+    for _ in 0..500 {
+        let retention = match any(3) {
+            0 => Retention::Full,
+            1 => Retention::Window(Tokens::new(any(u64::MAX))),
+            2 => Retention::Chunk(Tokens::new(any(u64::MAX))),
+            _ => Retention::Ring(Tokens::new(any(u64::MAX))),
+        };
+        let count = any(15) + 1;
+        let item = if any(1) == 0 {
+            let component = |i: u64, any: &mut dyn FnMut(u64) -> u64| {
+                let c = Component::new(&format!("c{i}"), any(u64::MAX), "e").with_span(small(any(0xffff_ffff)));
+                if any(1) == 0 { c } else { c.shared() }
+            };
+            let components = (0..count).map(|i| component(i, &mut any)).collect();
+            let tokens_per_entry = small(any(0xffff_ffff));
+            Item::paged("item", PagedItem { tokens_per_entry, retention, ..PagedItem::new(small(any(99)), components) })
+        } else {
+            let mut part = |i| StatePart::new(&format!("p{i}"), small(any(99)), small(any(99)), any(u64::MAX), "e");
+            Item::state("item", StateItem { parts: (0..count).map(&mut part).collect() })
+        };
+        let bytes = postcard::to_allocvec(&dto::Item::from(&item)).unwrap();
+        assert_eq!(Item::try_from(postcard::from_bytes::<dto::Item>(&bytes).unwrap()), Ok(item));
+
+        let name = Name::new("n");
+        let mut wide = || kvferry_geometry::units::Bytes::new(any(u64::MAX));
+        let (offset, stride, chunk) = (wide(), wide(), Chunks { bytes: wide(), stride: wide() });
+        let region = kvferry_geometry::units::RegionId::new(small(any(0xffff_ffff)));
+        let view = if any(1) == 0 {
+            let chunks = (any(1) == 0).then_some(chunk);
+            let component = |any: &mut dyn FnMut(u64) -> u64| ComponentView {
+                chunks,
+                ..ComponentView::new(name.clone(), any(u64::MAX), any(u64::MAX), any(u64::MAX))
+            };
+            View::Paged(PagedView {
+                region,
+                offset,
+                block_stride: stride,
+                blocks: small(any(0xffff_ffff)),
+                block_size: small(any(0xffff_ffff)),
+                kernel: KernelBlock { size: small(any(0xffff_ffff)), stride },
+                components: (0..count).map(|_| component(&mut any)).collect(),
+            })
+        } else {
+            let part = |any: &mut dyn FnMut(u64) -> u64| PartView {
+                scratch_rows: small(any(0xffff_ffff)),
+                ..PartView::new(name.clone(), any(u64::MAX), any(u64::MAX), any(u64::MAX))
+            };
+            let slots = small(any(0xffff_ffff));
+            let parts = (0..count).map(|_| part(&mut any)).collect();
+            View::State(StateView { region, offset, slot_stride: stride, slots, parts })
+        };
+        let bytes = postcard::to_allocvec(&dto::View::from(&view)).unwrap();
+        assert_eq!(View::try_from(postcard::from_bytes::<dto::View>(&bytes).unwrap()), Ok(view.clone()));
+
+        let mut heads = || {
+            let start = small(any(1000));
+            HeadRange::new(start, start + 1 + small(any(1000))).unwrap()
+        };
+        let parts: Vec<HeadRange> = (0..count).map(|_| heads()).collect();
+        let paged = Placement::paged(parts[0], TokenClass::new(4, 8, small(any(3))).unwrap());
+        let placement = if any(1) == 0 { paged } else { Placement::state(parts) };
+        let (placements, views) = (vec![None, Some(placement)], vec![Some(view), None]);
+        let layout = kvferry_geometry::layout::CacheLayout { regions: Vec::new(), views };
+        let rank = kvferry_geometry::manifest::RankManifest { placement: placements, layout };
+        let bytes = postcard::to_allocvec(&dto::Rank::from(&rank)).unwrap();
+        assert_eq!(postcard::from_bytes::<dto::Rank>(&bytes).unwrap().try_into(), Ok(rank));
+
+        let mut states = || -> Vec<Checkpoint> {
+            (0..any(20)).map(|_| checkpoint(any(u64::MAX), small(any(0xffff_ffff)))).collect()
+        };
+        let (src, dst) = (SrcState { checkpoints: states() }, states());
+        let slot = (any(1) == 0).then(|| BlockId::new(small(any(0xffff_ffff))));
+        let dst = DstState { slot, more: dst };
+        let request = Request { tokens: Tokens::new(any(u64::MAX)), src: vec![src.into()], dst: vec![dst.into()] };
+        let bytes = postcard::to_allocvec(&dto::Request::from(&request)).unwrap();
+        assert_eq!(postcard::from_bytes::<dto::Request>(&bytes).unwrap().try_into(), Ok(request));
+    }
+}
+
+#[test]
 fn what_a_rank_says_of_its_items_is_checked() {
     let held = |item, heads, tokens| dto::Held {
         item,
-        placement: Some(Box::new(dto::Placement { heads, tokens })),
+        placement: Some(Box::new(dto::Placement::Paged { heads, tokens })),
         view: None,
     };
     let join = |placements, list: Vec<dto::Held>| {
@@ -379,6 +545,9 @@ fn what_a_rank_says_of_its_items_is_checked() {
         meaning(&join(2, vec![held(0, (0, 1), (2, 1, 2))])),
         ConvertError::TokenClass { item: 0, count: 2, interleave: 1, index: 2 }
     );
+    let units = [(0, 1), (4, 2)].into_iter().collect();
+    let state = dto::Held { item: 0, placement: Some(Box::new(dto::Placement::State(units))), view: None };
+    assert_eq!(meaning(&join(2, vec![state])), ConvertError::Heads { item: 0, start: 4, end: 2 });
     let (what, got, limit) = ("the placement", u32::MAX, kvferry_geometry::spec::MAX_ITEMS);
     assert_eq!(meaning(&join(u32::MAX, Vec::new())), ConvertError::ItemCount { what, got, limit });
 }
@@ -430,7 +599,7 @@ fn unsound_manifests_are_the_peers_fault() {
 fn messages_that_no_frame_can_carry_are_our_callers_fault() {
     let ids: Vec<BlockId> = (0..3_000_000).map(|i| BlockId::new(4_000_000 + i * 2)).collect();
     let held = TokenRange::default();
-    let groups = vec![SrcGroup { table: BlockTable::new(0, &ids), held, tail: Tail::Exact }];
+    let groups = vec![SrcPaged { table: BlockTable::new(0, &ids), held, tail: Tail::Exact }.into()];
     let answer = PeerMessage::BindAnswer(BindAnswer::Bound(Grant { fence: fence(), groups, time_left: None }));
     let error = encode_peer(&answer).unwrap_err();
     assert_eq!(error.fault(), Fault::Caller, "{error}");
@@ -446,7 +615,12 @@ fn every_order_made_from_what_was_told_fits_a_frame() {
         BlockTable::new(u64::MAX, &ids)
     };
     let most = u32::try_from(crate::peer::MAX_REQUEST_BLOCKS).unwrap();
-    let groups = |n| vec![DstGroup { table: scattered(n), cached: Tokens::new(u64::MAX) }];
+    let states = |n: usize| vec![Checkpoint { position: Tokens::new(u64::MAX), slot: BlockId::new(u32::MAX) }; n];
+    let slot = Some(BlockId::new(u32::MAX));
+    let groups = |n| {
+        let paged = DstPaged { table: scattered(n), cached: Tokens::new(u64::MAX) };
+        vec![paged.into(), DstState { slot, more: states(crate::peer::MAX_REQUEST_STATES) }.into()]
+    };
     let question = |n| RunDigest {
         fence: fence(),
         src: RankId::new(0),
@@ -462,7 +636,11 @@ fn every_order_made_from_what_was_told_fits_a_frame() {
     }
     let bytes = encode_peer(&PeerMessage::RunDigest(question(most))).unwrap();
     let PeerMessage::RunDigest(told) = decode_peer(&frame(&bytes)).unwrap() else { panic!("it is one") };
-    let src = vec![SrcGroup { table: scattered(most), ..src_groups().swap_remove(0) }];
+    let held = TokenRange::new(Tokens::ZERO, Tokens::new(u64::MAX));
+    let src = vec![
+        SrcPaged { table: scattered(most), held, tail: Tail::Frozen }.into(),
+        SrcState { checkpoints: states(crate::peer::MAX_REQUEST_STATES) }.into(),
+    ];
     let request = Request { tokens: told.tokens, src, dst: told.groups };
     let order = DigestOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request, windows: told.windows };
     let bytes = encode_to_rank(&ToRank::Digest(order)).unwrap();

@@ -1,6 +1,6 @@
 //! The producer's side: leases, and digests for those who have bound them.
 
-use super::{BTreeMap, Effect, EngineId, Epoch, Fence, LeaseId, Life, LinkId, OfferError, OwnerSession};
+use super::{BTreeMap, Effect, EngineId, Epoch, Fence, LeaseId, Life, LinkId, OfferError, OwnerSession, dst_counts};
 
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::RankId;
@@ -8,8 +8,8 @@ use kvferry_proto::lease::{Bound, Closed, Consumer, Offer, Offered, first_attemp
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    Bind, BindAnswer, BindRefusal, Grant, MAX_REQUEST_BLOCKS, PeerMessage, PieceDigest, Release, RunDigest,
-    RunDigestAnswer,
+    Bind, BindAnswer, BindRefusal, Grant, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, PieceDigest, Release,
+    RunDigest, RunDigestAnswer,
 };
 use kvferry_proto::rank::{DigestOrder, Pairing, ToRank};
 
@@ -152,10 +152,12 @@ impl OwnerSession {
             Some(Open::Bound(..)) => return Err(BindRefusal::AlreadyBound),
             Some(Open::Offered(state)) => state.admits(bind)?,
         }
-        let Some((peer, direction)) = self.serving(link) else { return Err(BindRefusal::UnknownLease) };
+        let Some(peer) = self.links.peer(link) else { return Err(BindRefusal::UnknownLease) };
         // Which salt is due is not the peer's to choose: it could make us compute ever new maps.
         let salt = pairing_salt(peer.engine(), lease);
-        let map = direction.and_then(|d| d.map(salt)).map_err(|e| BindRefusal::Incompatible(e.to_string()))?;
+        let options = self.peer_options(salt);
+        let Some((peer, direction)) = self.serving(link) else { return Err(BindRefusal::UnknownLease) };
+        let map = direction.and_then(|d| d.map(options)).map_err(|e| BindRefusal::Incompatible(e.to_string()))?;
         if bind.salt != salt {
             return Err(BindRefusal::PeerMapDiffers { ours: map.digest() });
         }
@@ -223,17 +225,19 @@ impl OwnerSession {
         if expected != got {
             return Err(format!("the question lists {got} groups, the consumer's engine has {expected}"));
         }
-        let blocks = q.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
-        if blocks > MAX_REQUEST_BLOCKS {
-            return Err(format!("the question lists {blocks} blocks, more than {MAX_REQUEST_BLOCKS}"));
+        let (blocks, states) = dst_counts(&q.groups);
+        if blocks > MAX_REQUEST_BLOCKS || states > MAX_REQUEST_STATES {
+            let limits = format!("{MAX_REQUEST_BLOCKS} and {MAX_REQUEST_STATES}");
+            return Err(format!("the question lists {blocks} blocks and {states} states, the limits are {limits}"));
         }
+        let options = self.peer_options(salt);
         let Some((_, Ok(direction))) = self.serving(link) else { return Err("the engines do not match".into()) };
-        let map = direction.map(salt).map_err(|e| e.to_string())?;
+        let map = direction.map(options).map_err(|e| e.to_string())?;
         if !map.sources_of(q.dst).any(|src| src == q.src) {
             return Err(format!("rank {} reads nothing from rank {}", q.dst, q.src));
         }
         let bound = self.leases.bound(&q.fence, link).ok_or("the lease is not bound by this peer")?;
-        let pairing = Pairing { peer: peer.digest(), salt, peer_map };
+        let pairing = Pairing { peer: peer.digest(), options, compat: self.config.compat, peer_map };
         // The producer's blocks are those of the lease, never what a peer says.
         let request = Request { tokens: q.tokens, src: bound.offer().groups.clone(), dst: q.groups };
         let ticket = self.leases.add_ticket(Ticket { link, fence: q.fence, src: q.src, dst: q.dst });

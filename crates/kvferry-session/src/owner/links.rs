@@ -3,6 +3,7 @@
 use super::{BTreeMap, Digest, Duration, Effect, EngineId, LinkId, OwnerSession};
 use std::sync::Arc;
 
+use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_proto::handshake::{Greeting, Hello};
 use kvferry_proto::manifest::EngineManifest;
@@ -219,7 +220,7 @@ impl OwnerSession {
         let peer = self.links.peer(link)?.clone();
         let ours = self.life.local()?.manifest.cache().clone();
         let known = self.links.known.entry(peer.digest()).or_default();
-        let direction = way(known, &ours, peer.cache());
+        let direction = way(known, &ours, peer.cache(), self.config.compat);
         Some((peer, direction))
     }
 }
@@ -227,4 +228,9 @@ impl OwnerSession {
 /// A peer, and what moves in one of the two directions.
 type Met<'a> = (Arc<EngineManifest>, Result<&'a mut Direction, PairingError>);
 /// Which direction: [`Acquaintance::serving`] or [`Acquaintance::reading`].
-type Way = for<'a> fn(&'a mut Acquaintance, &Arc<Manifest>, &Arc<Manifest>) -> Result<&'a mut Direction, PairingError>;
+type Way = for<'a> fn(
+    &'a mut Acquaintance,
+    &Arc<Manifest>,
+    &Arc<Manifest>,
+    CompatOptions,
+) -> Result<&'a mut Direction, PairingError>;

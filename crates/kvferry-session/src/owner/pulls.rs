@@ -1,13 +1,13 @@
 //! The consumer's side: requests, from the wish to their one end.
 
-use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish};
+use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish, dst_counts};
 
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, PeerMessage, ReadsEnd, Release, ReleaseAnswer, RunDigest,
-    RunDigestAnswer, Window,
+    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd, Release, ReleaseAnswer,
+    RunDigest, RunDigestAnswer, Window,
 };
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
@@ -116,7 +116,7 @@ impl OwnerSession {
     pub(super) fn start_pull(&mut self, wish: PullWish) -> PullId {
         self.pulls.last += 1;
         let id = PullId(self.pulls.last);
-        let blocks = wish.groups.iter().map(|g| g.table.len()).fold(0, u64::saturating_add);
+        let (blocks, states) = dst_counts(&wish.groups);
         let refused = match &self.life {
             Life::Assembling(_) => Some(FailureCause::NotReady),
             Life::Broken(_, rank, reason) => Some(FailureCause::RankLost { rank: *rank, reason: reason.clone() }),
@@ -127,6 +127,9 @@ impl OwnerSession {
                 }
                 Ok(()) if blocks > MAX_REQUEST_BLOCKS => {
                     Some(FailureCause::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS })
+                }
+                Ok(()) if states > MAX_REQUEST_STATES => {
+                    Some(FailureCause::TooManyStates { got: states, limit: MAX_REQUEST_STATES })
                 }
                 Ok(()) => None,
             },
@@ -159,12 +162,13 @@ impl OwnerSession {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (link, fence) = (pull.link, pull.wish.fence.clone());
         let salt = pairing_salt(&self.config.engine, fence.lease);
+        let (options, compat) = (self.peer_options(salt), self.config.compat);
         let Some((peer, direction)) = self.reading(link) else { return };
         if peer.epoch() != fence.epoch {
             let (reference, current) = (fence.epoch, peer.epoch());
             return self.stop(id, FailureCause::StaleEpoch { reference, current });
         }
-        let map = match direction.and_then(|d| d.map(salt)) {
+        let map = match direction.and_then(|d| d.map(options)) {
             Ok(map) => map,
             Err(error) => return self.stop(id, error.into()),
         };
@@ -173,7 +177,7 @@ impl OwnerSession {
                 let (asking, bind) = wanted.ask(salt, map.digest());
                 self.pulls.put(id, State::Asking(asking));
                 if let Some(pull) = self.pulls.open.get_mut(&id) {
-                    pull.pairing = Some(Pairing { peer: peer.digest(), salt, peer_map: map.digest() });
+                    pull.pairing = Some(Pairing { peer: peer.digest(), options, compat, peer_map: map.digest() });
                 }
                 self.send_peer(link, PeerMessage::Bind(bind));
             }
@@ -211,7 +215,7 @@ impl OwnerSession {
             Ok(direction) => direction,
             Err(error) => return self.give_back(id, link, granted, error.into()),
         };
-        let map = match direction.map(pairing.salt) {
+        let map = match direction.map(pairing.options) {
             Ok(map) => map,
             Err(error) => return self.give_back(id, link, granted, error.into()),
         };

@@ -96,6 +96,7 @@ impl OwnerSession {
                         let local = LocalSide {
                             identity: self.config.identity.clone(),
                             check: self.config.check,
+                            stripe: self.config.stripe,
                             manifest: Arc::new(manifest),
                         };
                         if let Err(error) = fits_a_frame(&local) {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvferry_geometry::request::DstPaged;
 use kvferry_geometry::units::Bytes;
 use kvferry_proto::manifest::RankJoin;
 use kvferry_proto::peer::{BindAnswer, BindRefusal, ReleaseAnswer, Verdict};
@@ -29,6 +30,8 @@ fn config(id: &str, epoch: u128, ranks: u32) -> OwnerConfig {
         ranks,
         identity: ModelIdentity::new("m").unwrap(),
         check: IdentityCheck::Required,
+        compat: CompatOptions::default(),
+        stripe: false,
         handshake: SECOND,
         grace: 2 * SECOND,
     }
@@ -533,7 +536,7 @@ fn digest_questions_that_do_not_fit_are_refused() {
         &vec![kvferry_geometry::units::BlockId::ZERO; usize::try_from(MAX_REQUEST_BLOCKS).unwrap() + 1],
     );
     for groups in
-        [Vec::new(), [dst_groups(), dst_groups()].concat(), vec![DstGroup { table: many, cached: Tokens::ZERO }]]
+        [Vec::new(), [dst_groups(), dst_groups()].concat(), vec![DstPaged { table: many, cached: Tokens::ZERO }.into()]]
     {
         let question = question(&w, groups);
         w.p.orders.clear();
@@ -626,7 +629,8 @@ fn invented_salts_are_refused() {
     let again = Offer { groups: src_groups(), content_key: key(1) };
     let fence = w.p.session.offer(LeaseId::new(5), again).unwrap();
     let due = kvferry_proto::names::pairing_salt(&EngineId::new("d").unwrap(), fence.lease);
-    let peer_map = w.p.session.serving(theirs).unwrap().1.unwrap().map(due).unwrap().digest();
+    let peer_map =
+        w.p.session.serving(theirs).unwrap().1.unwrap().map(PeerOptions { salt: due, stripe: false }).unwrap().digest();
     for (salt, bound) in [(due + 1, false), (u64::MAX, false), (due, true)] {
         let bind = kvferry_proto::peer::Bind { fence: fence.clone(), content_key: key(1), salt, peer_map };
         w.p.take();

@@ -2,13 +2,14 @@
 //! pieces that differ in small ones, so that a difference can be named. Naming, like digesting, is done a slice at a time:
 //! how much there is to name is the producer's to say.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
 use kvferry_geometry::batch::{BoundedBatch, Side};
 use kvferry_geometry::manifest::{Manifest, RankManifest};
-use kvferry_geometry::units::{BlockId, ItemId, Name, RankId};
+use kvferry_geometry::request::DstGroup;
+use kvferry_geometry::units::{BlockId, GroupId, ItemId, Name, RankId};
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_proto::rank::{BadBlock, MAX_BAD_BLOCKS};
 use kvferry_transport::Region;
@@ -67,6 +68,8 @@ pub(super) struct Compare {
 struct Naming {
     left: VecDeque<Range<u64>>,
     found: BTreeSet<(Option<ItemId>, BlockId)>,
+    /// The request's blocks and slots at the destination.
+    listed: Option<HashSet<(GroupId, BlockId)>>,
 }
 
 impl Compare {
@@ -90,17 +93,18 @@ impl Compare {
     }
 
     /// Digests a slice of our own side; judges when both sides are there; names a slice of what differs, in `own`'s `rank`
-    /// as the producer's `src` filled it.
+    /// as the producer's `src` filled it. `written` are the request's groups at the destination.
     pub(super) fn advance(
         &mut self,
         regions: &[Region],
         budget: u64,
         src: RankId,
         (own, rank): (&Manifest, RankId),
+        written: &[DstGroup],
     ) -> Result<Progress, String> {
         if let Some(naming) = &mut self.naming {
             let Some(rank) = own.rank(rank) else { return Ok(Progress::Differ(Vec::new())) };
-            let done = naming.advance(&self.batch, own, rank);
+            let done = naming.advance(&self.batch, own, rank, written);
             return Ok(if done { Progress::Differ(naming.names(src, own)) } else { Progress::Working });
         }
         if let Ours::Working(digester) = &mut self.ours {
@@ -126,7 +130,7 @@ impl Compare {
             // Where the pieces that differed a moment ago now don't, the bytes were changing.
             Round::Fine => {
                 let left = merged(if bad.is_empty() { &self.windows } else { &bad });
-                self.naming = Some(Naming { left, found: BTreeSet::new() });
+                self.naming = Some(Naming { left, found: BTreeSet::new(), listed: None });
                 Ok(Progress::Working)
             }
             Round::Coarse => {
@@ -145,8 +149,11 @@ impl Compare {
 
 impl Naming {
     /// Looks at the cells of some more bytes; true when all were seen or enough were found.
-    fn advance(&mut self, batch: &BoundedBatch, own: &Manifest, rank: &RankManifest) -> bool {
+    fn advance(&mut self, batch: &BoundedBatch, own: &Manifest, rank: &RankManifest, written: &[DstGroup]) -> bool {
         let mut budget = NAMED;
+        let listed = self.listed.get_or_insert_with(|| listed(written));
+        // Where groups share memory, the byte is that of the group whose block it is.
+        let of_group = |item, block| listed.contains(&(own.group_of(item), block));
         while let Some(range) = self.left.front_mut() {
             let take = (range.end - range.start).min(budget);
             let mut strips = Strips::new(batch, range.start..range.start + take);
@@ -155,7 +162,7 @@ impl Naming {
                     let start = strip.dst_offset + i * strip.dst_stride;
                     let mut at = 0;
                     while at < strip.run {
-                        let (cell, step) = match cell_at(own.spec(), rank, strip.dst_region, start + at) {
+                        let (cell, step) = match cell_at(own.spec(), rank, strip.dst_region, start + at, of_group) {
                             Some((item, block, rest)) => ((Some(item), block), rest.max(1)),
                             None => ((None, BlockId::ZERO), strip.run),
                         };
@@ -186,6 +193,17 @@ impl Naming {
         let bad = |&(id, block): &(Option<ItemId>, BlockId)| BadBlock { src, item: name(id), block };
         self.found.iter().take(MAX_BAD_BLOCKS).map(bad).collect()
     }
+}
+
+fn listed(groups: &[DstGroup]) -> HashSet<(GroupId, BlockId)> {
+    let of_group = |(group, g): (GroupId, &DstGroup)| -> Vec<(GroupId, BlockId)> {
+        let ids: Vec<BlockId> = match g {
+            DstGroup::Paged(g) => g.table.iter().collect(),
+            DstGroup::State(g) => g.slot.into_iter().chain(g.more.iter().map(|c| c.slot)).collect(),
+        };
+        ids.into_iter().map(|id| (group, id)).collect()
+    };
+    (0u32..).map(GroupId::new).zip(groups).flat_map(of_group).collect()
 }
 
 /// The ranges of windows, neighbours joined.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::request::BoundRequest;
+use kvferry_geometry::request::{BoundRequest, DstGroup};
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
@@ -69,6 +69,8 @@ impl Source {
 pub(super) struct Pull {
     assurance: Assurance,
     pub(super) request: BoundRequest,
+    /// The request's groups at the destination.
+    written: Vec<DstGroup>,
     started: Duration,
     pub(super) sources: BTreeMap<RankId, Source>,
     fault: Option<RankFault>,
@@ -80,10 +82,11 @@ impl Pull {
     pub(super) fn new(
         assurance: Assurance,
         request: BoundRequest,
+        written: Vec<DstGroup>,
         started: Duration,
         sources: BTreeMap<RankId, Source>,
     ) -> Self {
-        Self { assurance, request, started, sources, fault: None, zeroed: Bytes::ZERO, bad: Vec::new() }
+        Self { assurance, request, written, started, sources, fault: None, zeroed: Bytes::ZERO, bad: Vec::new() }
     }
 
     /// Whether a source waits for a place in the transport's queue.
@@ -209,7 +212,7 @@ impl Pull {
             _ => None,
         });
         let Some((src, took, compare)) = working else { return Next::Wait };
-        match compare.advance(regions, budget, src, (own, rank)) {
+        match compare.advance(regions, budget, src, (own, rank), &self.written) {
             Ok(Progress::Working) => Next::Wait,
             Ok(Progress::Ask(windows)) => Next::Ask(vec![(src, windows)]),
             Ok(Progress::Equal) => {

@@ -1,5 +1,7 @@
 //! Ranks on the in-memory transport, with the owners' part played by the test.
 
+use kvferry_geometry::compat::CompatOptions;
+use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::Tokens;
 use kvferry_proto::manifest::RankContact;
@@ -54,7 +56,11 @@ impl World {
             Arc::new(EngineManifest::new(EngineId::new(id).unwrap(), Epoch::new(1), cache, contacts).unwrap())
         };
         let (pe, de) = (engine("p", 2, contacts), engine("d", 1, vec![contact]));
-        let map = Direction::new(pe.cache().clone(), de.cache().clone()).unwrap().map(0).unwrap().digest();
+        let map = Direction::new(pe.cache().clone(), de.cache().clone(), CompatOptions::default())
+            .unwrap()
+            .map(PeerOptions::default())
+            .unwrap()
+            .digest();
         d.handle(ToRank::Welcome(de.clone()), Duration::ZERO);
         d.handle(ToRank::Peer(pe.clone()), Duration::ZERO);
         for rank in &mut p {
@@ -65,7 +71,12 @@ impl World {
                 region.write(0, &bytes).unwrap();
             }
         }
-        let pairing = Pairing { peer: pe.digest(), salt: 0, peer_map: map };
+        let pairing = Pairing {
+            peer: pe.digest(),
+            options: PeerOptions::default(),
+            compat: CompatOptions::default(),
+            peer_map: map,
+        };
         let consumer = Pairing { peer: de.digest(), ..pairing };
         Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new() }
     }
@@ -219,7 +230,7 @@ fn orders_that_do_not_fit_are_refused() {
     let mut map = good.clone();
     map.pairing.peer_map = Digest::from_bytes([0; 32]);
     let mut salt = good.clone();
-    salt.pairing.salt = 1;
+    salt.pairing.options.salt = 1;
     let mut engine = good.clone();
     engine.pairing.peer = Digest::from_bytes([0; 32]);
     let mut request = good;
@@ -244,7 +255,7 @@ fn a_changed_byte_is_named() {
     w.run(SECOND / 10);
     assert!(w.ended.is_empty());
     // Token 17 of layer.1 at prefill rank 1: block 0, the second of its table.
-    let view = w.p[1].cache.manifest().layout.views[1].clone().unwrap();
+    let view = w.p[1].cache.manifest().layout.views[1].as_ref().unwrap().as_paged().unwrap().clone();
     let at = view.offset.get() + view.components[0].entry_stride.get();
     let region = &w.p[1].cache.regions()[view.region.index()];
     region.fill(at, 1, 0).unwrap();

@@ -2,10 +2,14 @@
 
 use std::sync::Arc;
 
-use kvferry_geometry::layout::{CacheLayout, ComponentView, KernelBlock, MemoryKind, PagedView, Region};
+use kvferry_geometry::layout::{
+    CacheLayout, Chunks, ComponentView, KernelBlock, MemoryKind, PagedView, PartView, Region, StateView, View,
+};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestError, ManifestErrors, RankManifest};
 use kvferry_geometry::placement::{HeadRange, MAX_PLACEMENTS, Placement, TokenClass};
-use kvferry_geometry::spec::{Component, Item, ItemKind, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::spec::{
+    Component, Item, ItemKind, ModelSpec, PagedItem, Retention, StateItem, StatePart, ValueHeads,
+};
 use kvferry_geometry::units::{Bytes, ItemId, Name, RegionId, Tokens};
 
 use super::{ConvertError, Converted, text};
@@ -17,38 +21,90 @@ fn name(n: String) -> Converted<Name> {
     Ok(Name::new(&text(n)?))
 }
 
+impl TryFrom<dto::Component> for Component {
+    type Error = ConvertError;
+    fn try_from(d: dto::Component) -> Converted<Self> {
+        let heads = match d.heads {
+            dto::ValueHeads::Each => ValueHeads::Each,
+            dto::ValueHeads::Shared => ValueHeads::Shared,
+        };
+        let (name, encoding) = (name(d.name)?, name(d.encoding)?);
+        Ok(Self { name, width: Bytes::new(d.width), encoding, span: d.span, heads })
+    }
+}
+
+impl From<&Component> for dto::Component {
+    fn from(c: &Component) -> Self {
+        let heads = match c.heads {
+            ValueHeads::Each => dto::ValueHeads::Each,
+            ValueHeads::Shared => dto::ValueHeads::Shared,
+        };
+        let (name, encoding) = (c.name.as_str().into(), c.encoding.as_str().into());
+        Self { name, width: c.width.get(), encoding, span: c.span, heads }
+    }
+}
+
+impl TryFrom<dto::StatePart> for StatePart {
+    type Error = ConvertError;
+    fn try_from(d: dto::StatePart) -> Converted<Self> {
+        let (name, encoding) = (name(d.name)?, name(d.encoding)?);
+        Ok(Self { name, units: d.units, rows: d.rows, width: Bytes::new(d.width), encoding })
+    }
+}
+
+impl From<&StatePart> for dto::StatePart {
+    fn from(p: &StatePart) -> Self {
+        let (name, encoding) = (p.name.as_str().into(), p.encoding.as_str().into());
+        Self { name, units: p.units, rows: p.rows, width: p.width.get(), encoding }
+    }
+}
+
 impl TryFrom<dto::Item> for Item {
     type Error = ConvertError;
     fn try_from(d: dto::Item) -> Converted<Self> {
-        let dto::ItemKind::Paged { heads, components, retention } = d.kind;
-        let component = |c: dto::Component| {
-            Ok(Component { name: name(c.name)?, width: Bytes::new(c.width), encoding: name(c.encoding)? })
+        let kind = match d.kind {
+            dto::ItemKind::Paged { heads, tokens_per_entry, components, retention } => {
+                let retention = match retention {
+                    dto::Retention::Full => Retention::Full,
+                    dto::Retention::Window(t) => Retention::Window(Tokens::new(t)),
+                    dto::Retention::Chunk(t) => Retention::Chunk(Tokens::new(t)),
+                    dto::Retention::Ring(t) => Retention::Ring(Tokens::new(t)),
+                };
+                let components = components.into_iter().map(Component::try_from).collect::<Converted<_>>()?;
+                ItemKind::Paged(PagedItem { heads, tokens_per_entry, components, retention })
+            }
+            dto::ItemKind::State(parts) => {
+                let parts = parts.into_iter().map(StatePart::try_from).collect::<Converted<_>>()?;
+                ItemKind::State(StateItem { parts })
+            }
         };
-        let retention = match retention {
-            dto::Retention::Full => Retention::Full,
-            dto::Retention::Window(t) => Retention::Window(Tokens::new(t)),
-            dto::Retention::Chunk(t) => Retention::Chunk(Tokens::new(t)),
-        };
-        let components = components.into_iter().map(component).collect::<Converted<_>>()?;
-        Ok(Self { name: name(d.name)?, kind: ItemKind::Paged(PagedItem { heads, components, retention }) })
+        Ok(Self { name: name(d.name)?, kind })
     }
 }
 
 impl From<&Item> for dto::Item {
     fn from(item: &Item) -> Self {
-        let p = item.as_paged();
-        let component = |c: &Component| dto::Component {
-            name: c.name.as_str().into(),
-            width: c.width.get(),
-            encoding: c.encoding.as_str().into(),
+        let kind = match &item.kind {
+            ItemKind::State(s) => dto::ItemKind::State(s.parts.iter().map(dto::StatePart::from).collect()),
+            // There is no other kind; a new one must be written here before it can be sent.
+            _ => paged(item.as_paged()),
         };
-        let retention = match p.retention {
-            Retention::Window(t) => dto::Retention::Window(t.get()),
-            Retention::Chunk(t) => dto::Retention::Chunk(t.get()),
-            _ => dto::Retention::Full,
-        };
-        let components = p.components.iter().map(component).collect();
-        Self { name: item.name.as_str().into(), kind: dto::ItemKind::Paged { heads: p.heads, components, retention } }
+        Self { name: item.name.as_str().into(), kind }
+    }
+}
+
+fn paged(item: Option<&PagedItem>) -> dto::ItemKind {
+    let retention = match item.map(|p| p.retention) {
+        Some(Retention::Window(t)) => dto::Retention::Window(t.get()),
+        Some(Retention::Chunk(t)) => dto::Retention::Chunk(t.get()),
+        Some(Retention::Ring(t)) => dto::Retention::Ring(t.get()),
+        _ => dto::Retention::Full,
+    };
+    dto::ItemKind::Paged {
+        heads: item.map_or(0, |p| p.heads),
+        tokens_per_entry: item.map_or(0, |p| p.tokens_per_entry),
+        components: item.iter().flat_map(|p| &p.components).map(dto::Component::from).collect(),
+        retention,
     }
 }
 
@@ -67,16 +123,13 @@ impl From<&CacheGroup> for dto::Group {
     }
 }
 
-impl TryFrom<dto::View> for PagedView {
+impl TryFrom<dto::PagedView> for PagedView {
     type Error = ConvertError;
-    fn try_from(d: dto::View) -> Converted<Self> {
+    fn try_from(d: dto::PagedView) -> Converted<Self> {
         let component = |c: dto::ComponentView| {
-            Ok(ComponentView {
-                name: name(c.name)?,
-                offset: Bytes::new(c.offset),
-                head_stride: Bytes::new(c.head_stride),
-                entry_stride: Bytes::new(c.entry_stride),
-            })
+            let chunks =
+                c.chunks.map(|(bytes, stride)| Chunks { bytes: Bytes::new(bytes), stride: Bytes::new(stride) });
+            Ok(ComponentView { chunks, ..ComponentView::new(name(c.name)?, c.offset, c.head_stride, c.entry_stride) })
         };
         Ok(Self {
             region: RegionId::new(d.region),
@@ -90,13 +143,14 @@ impl TryFrom<dto::View> for PagedView {
     }
 }
 
-impl From<&PagedView> for dto::View {
+impl From<&PagedView> for dto::PagedView {
     fn from(v: &PagedView) -> Self {
         let component = |c: &ComponentView| dto::ComponentView {
             name: c.name.as_str().into(),
             offset: c.offset.get(),
             head_stride: c.head_stride.get(),
             entry_stride: c.entry_stride.get(),
+            chunks: c.chunks.map(|x| (x.bytes.get(), x.stride.get())),
         };
         Self {
             region: v.region.get(),
@@ -111,13 +165,87 @@ impl From<&PagedView> for dto::View {
     }
 }
 
-fn placement(item: u32, d: &dto::Placement) -> Converted<Placement> {
-    let (start, end) = d.heads;
-    let heads = HeadRange::new(start, end).ok_or(ConvertError::Heads { item, start, end })?;
-    let (count, interleave, index) = d.tokens;
-    let class = TokenClass::new(count, interleave, index);
-    let tokens = class.ok_or(ConvertError::TokenClass { item, count, interleave, index })?;
-    Ok(Placement { heads, tokens })
+impl TryFrom<dto::StateView> for StateView {
+    type Error = ConvertError;
+    fn try_from(d: dto::StateView) -> Converted<Self> {
+        let part = |p: dto::PartView| {
+            let scratch_rows = p.scratch_rows;
+            Ok(PartView { scratch_rows, ..PartView::new(name(p.name)?, p.offset, p.row_stride, p.unit_stride) })
+        };
+        Ok(Self {
+            region: RegionId::new(d.region),
+            offset: Bytes::new(d.offset),
+            slot_stride: Bytes::new(d.slot_stride),
+            slots: d.slots,
+            parts: d.parts.into_iter().map(part).collect::<Converted<_>>()?,
+        })
+    }
+}
+
+impl From<&StateView> for dto::StateView {
+    fn from(v: &StateView) -> Self {
+        let part = |p: &PartView| dto::PartView {
+            name: p.name.as_str().into(),
+            offset: p.offset.get(),
+            row_stride: p.row_stride.get(),
+            unit_stride: p.unit_stride.get(),
+            scratch_rows: p.scratch_rows,
+        };
+        Self {
+            region: v.region.get(),
+            offset: v.offset.get(),
+            slot_stride: v.slot_stride.get(),
+            slots: v.slots,
+            parts: v.parts.iter().map(part).collect(),
+        }
+    }
+}
+
+impl TryFrom<dto::View> for View {
+    type Error = ConvertError;
+    fn try_from(d: dto::View) -> Converted<Self> {
+        Ok(match d {
+            dto::View::Paged(v) => Self::Paged(v.try_into()?),
+            dto::View::State(v) => Self::State(v.try_into()?),
+        })
+    }
+}
+
+impl From<&View> for dto::View {
+    fn from(v: &View) -> Self {
+        match v {
+            View::Paged(v) => Self::Paged(v.into()),
+            View::State(v) => Self::State(v.into()),
+        }
+    }
+}
+
+fn interval(item: u32, (start, end): (u32, u32)) -> Converted<HeadRange> {
+    HeadRange::new(start, end).ok_or(ConvertError::Heads { item, start, end })
+}
+
+fn placement(item: u32, d: dto::Placement) -> Converted<Placement> {
+    Ok(match d {
+        dto::Placement::Paged { heads, tokens: (count, interleave, index) } => {
+            let class = TokenClass::new(count, interleave, index);
+            let tokens = class.ok_or(ConvertError::TokenClass { item, count, interleave, index })?;
+            Placement::paged(interval(item, heads)?, tokens)
+        }
+        dto::Placement::State(parts) => {
+            Placement::state(parts.into_iter().map(|units| interval(item, units)).collect::<Converted<_>>()?)
+        }
+    })
+}
+
+fn write_placement(p: &Placement) -> dto::Placement {
+    let interval = |h: &HeadRange| (h.start(), h.end());
+    match p {
+        Placement::Paged(p) => {
+            let tokens = (p.tokens.count(), p.tokens.interleave(), p.tokens.index());
+            dto::Placement::Paged { heads: interval(&p.heads), tokens }
+        }
+        Placement::State(s) => dto::Placement::State(s.parts.iter().map(interval).collect()),
+    }
 }
 
 /// An empty list of as many items as are announced, which is few: no model has more than a limit.
@@ -145,11 +273,11 @@ impl TryFrom<dto::Rank> for RankManifest {
         let mut placements = items("the placement", d.placements)?;
         let mut views = items("the layout", d.views)?;
         for held in d.held {
-            if let Some(p) = &held.placement {
-                put(&mut placements, held.item, placement(held.item, p)?)?;
+            if let Some(p) = held.placement {
+                put(&mut placements, held.item, placement(held.item, *p)?)?;
             }
             if let Some(view) = held.view {
-                put(&mut views, held.item, PagedView::try_from(*view)?)?;
+                put(&mut views, held.item, View::try_from(*view)?)?;
             }
         }
         let region = |r: dto::Region| Region {
@@ -175,11 +303,7 @@ impl From<&RankManifest> for dto::Rank {
             },
         };
         let held = (0u32..).zip(0..placements.len().max(views.len())).filter_map(|(item, i)| {
-            let placement = placements.get(i).copied().flatten().map(|p| {
-                let t = p.tokens;
-                let tokens = (t.count(), t.interleave(), t.index());
-                Box::new(dto::Placement { heads: (p.heads.start(), p.heads.end()), tokens })
-            });
+            let placement = placements.get(i).and_then(Option::as_ref).map(|p| Box::new(write_placement(p)));
             let view = views.get(i).and_then(Option::as_ref).map(|v| Box::new(dto::View::from(v)));
             (placement.is_some() || view.is_some()).then_some(dto::Held { item, placement, view })
         });

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_geometry::compat::{CompatOptions, Unmatched};
 use kvferry_geometry::digest::Digest;
+use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, Tokens};
 
 use super::request::Budget;
@@ -311,11 +313,32 @@ impl From<&RankJoin> for dto::Join {
 }
 
 fn pairing(d: &dto::Pairing) -> Pairing {
-    Pairing { peer: Digest::from_bytes(d.peer), salt: d.salt, peer_map: Digest::from_bytes(d.peer_map) }
+    let unmatched = |d: &dto::Unmatched| match d {
+        dto::Unmatched::Refuse => Unmatched::Refuse,
+        dto::Unmatched::Ignore => Unmatched::Ignore,
+    };
+    let (source_only, destination_only) = (unmatched(&d.source_only), unmatched(&d.destination_only));
+    Pairing {
+        peer: Digest::from_bytes(d.peer),
+        options: PeerOptions { salt: d.salt, stripe: d.stripe },
+        compat: CompatOptions { source_only, destination_only },
+        peer_map: Digest::from_bytes(d.peer_map),
+    }
 }
 
 fn write_pairing(p: &Pairing) -> dto::Pairing {
-    dto::Pairing { peer: *p.peer.as_bytes(), salt: p.salt, peer_map: *p.peer_map.as_bytes() }
+    let unmatched = |u| match u {
+        Unmatched::Refuse => dto::Unmatched::Refuse,
+        Unmatched::Ignore => dto::Unmatched::Ignore,
+    };
+    dto::Pairing {
+        peer: *p.peer.as_bytes(),
+        salt: p.options.salt,
+        stripe: p.options.stripe,
+        source_only: unmatched(p.compat.source_only),
+        destination_only: unmatched(p.compat.destination_only),
+        peer_map: *p.peer_map.as_bytes(),
+    }
 }
 
 impl TryFrom<dto::Pull> for PullOrder {
