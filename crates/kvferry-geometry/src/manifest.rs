@@ -7,6 +7,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 use core::fmt;
+use core::ops::RangeInclusive;
 
 use crate::digest::Digest;
 use crate::layout::{CacheLayout, LayoutError, Shared, View};
@@ -335,6 +336,13 @@ impl Manifest {
     pub fn is_state(&self, group: GroupId) -> bool {
         let first = self.groups.get(group.index()).and_then(|g| self.spec.get(*g.items.first()?));
         first.is_some_and(|item| item.as_state().is_some())
+    }
+
+    /// The blocks (or slots) of other groups that share bytes with a block on some rank, where groups share memory: of a group,
+    /// from an id to an id, both included. What lies between the parts of a block counts as its own. Ids may pass the group's last.
+    #[must_use]
+    pub fn sharing(&self, group: GroupId, block: BlockId) -> Vec<(GroupId, RangeInclusive<BlockId>)> {
+        if self.shared.is_empty() { Vec::new() } else { self.shared.meets(group, block) }
     }
 
     /// What groups share memory.

@@ -2,6 +2,7 @@
 
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
+use core::ops::RangeInclusive;
 
 use super::CacheLayout;
 use super::overlap::{self, Extent};
@@ -83,6 +84,36 @@ impl Shared {
             }
         }
         None
+    }
+
+    /// The blocks of other groups that share bytes with a block: from an id to an id, both included. Ids may pass the group's last.
+    pub(crate) fn meets(&self, group: GroupId, block: BlockId) -> Vec<(GroupId, RangeInclusive<BlockId>)> {
+        let mut out = Vec::new();
+        for tracks in &self.regions {
+            for own in tracks.iter().filter(|t| t.group == group) {
+                let start = own.start.saturating_add(u64::from(block.get()).saturating_mul(own.stride));
+                let end = start.saturating_add(own.len);
+                out.extend(
+                    tracks.iter().filter(|t| t.group != group).filter_map(|t| Some((t.group, t.within(start, end)?))),
+                );
+            }
+        }
+        out
+    }
+}
+
+impl Track {
+    /// The ids whose blocks reach into `[start, end)`.
+    fn within(&self, start: u64, end: u64) -> Option<RangeInclusive<BlockId>> {
+        let id = |n: u64| BlockId::new(u32::try_from(n).unwrap_or(u32::MAX));
+        let before = end.checked_sub(self.start)?.checked_sub(1)?;
+        let last = before.checked_div(self.stride).unwrap_or(0);
+        // Those that end at or before the start are passed over.
+        let first = match start.checked_sub(self.start.saturating_add(self.len)) {
+            Some(passed) => passed.checked_div(self.stride)?.saturating_add(1),
+            None => 0,
+        };
+        (first <= last).then(|| id(first)..=id(last))
     }
 }
 
