@@ -18,6 +18,7 @@ use crate::digest::Digest;
 use crate::manifest::Manifest;
 use crate::placement::HeadRange;
 use crate::spec::{Component, Item, ItemKind, PagedItem, Retention, StateItem, ValueHeads, write_list};
+use crate::token_set::lcm;
 use crate::units::{Bytes, GroupId, ItemId, Name};
 
 /// One way in which two engines differ that can't be bridged.
@@ -216,7 +217,7 @@ pub(crate) struct Link {
     pub(crate) dst: GroupId,
     /// `None` for states.
     pub(crate) retention: Option<Retention>,
-    /// Tokens of the longest value that covers several entries; 1 where none does.
+    /// The least common multiple of the tokens of values that cover several entries; 1 where none does.
     pub(crate) span: u64,
 }
 
@@ -265,7 +266,8 @@ impl Compatible {
                 .flat_map(|p| p.components.iter().filter(|c| c.span > 1).map(|c| p.tokens_per_value(c)));
             let key = (src.group_of(*src_id), dst.group_of(id), paged.map(|p| p.retention));
             let known = links.entry(key).or_insert(1);
-            *known = spans.fold(*known, u64::max);
+            // A hit must be whole in every one of them.
+            *known = spans.fold(*known, |all, span| lcm(all, span).unwrap_or(u64::MAX));
         }
         let link = |((src, dst, retention), span)| Link { src, dst, retention, span };
         let unmatched = dst.spec().iter().zip(&src_item).filter(|(_, s)| s.is_none()).map(|((id, _), _)| id).collect();

@@ -32,6 +32,7 @@ mod linear;
 mod members;
 mod nest;
 mod resolve;
+mod rows;
 mod side;
 mod walk;
 
@@ -295,6 +296,9 @@ impl ItemClass {
 
     /// The entries of a stretch of tokens that move.
     fn entries(&self, range: TokenRange) -> (u64, u64) {
+        if range.is_empty() {
+            return (0, 0);
+        }
         let (start, end) = (range.start().get(), range.end().get());
         let t = self.entry_tokens;
         (start / t, if self.is_value { end.div_ceil(t) } else { end / t })

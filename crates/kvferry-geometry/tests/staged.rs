@@ -131,7 +131,8 @@ fn staged_moves_what_direct_moves() {
     for &src in &shapes {
         for &dst in &shapes {
             let (direct, at_dst, at_src) = staged_equals_direct(src, dst);
-            assert!(at_dst <= direct && at_src <= direct, "{direct} descriptors direct, {at_dst} and {at_src} staged");
+            // Never much worse: only neighbours of different phases that touch may come apart.
+            assert!(at_dst.max(at_src) * 4 <= direct * 5, "{direct} descriptors direct, {at_dst} and {at_src} staged");
             fewer += u64::from(at_dst.min(at_src) < direct);
         }
     }

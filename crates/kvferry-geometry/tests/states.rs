@@ -308,3 +308,25 @@ fn stripes_deal_neighbouring_items_out_over_equal_holders() {
     counts.sort_unstable();
     assert_eq!(counts, [7, 7, 7, 8, 8, 8, 8, 8]);
 }
+
+#[test]
+fn a_row_of_different_pages_moves_whole_where_both_sides_have_it() {
+    // A latent and an indexer's key for each layer, side by side in one row.
+    let paged = |name: &str, width| Item::paged(name, PagedItem::new(1, vec![Component::new("kv", width, "u8")]));
+    let items = [paged("0.attn", 8), paged("0.index", 3), paged("1.attn", 8), paged("1.index", 3)];
+    let of = |style| engine(&[&items], &[4], 1, style);
+    let request = Request {
+        tokens: Tokens::new(12),
+        src: vec![held(12, &[1, 5, 3]).into()],
+        dst: vec![wanted(0, &[4, 2, 7]).into()],
+    };
+    let row = 2 * (8 + 3) * 4;
+    let c = Compatible::new(of(LayoutStyle::PACKED_ROWS), of(LayoutStyle::PACKED_ROWS)).unwrap();
+    assert_eq!(moves(&c, &request, 0, 0), [(5 * row, 2 * row, row), (row, 4 * row, row), (3 * row, 7 * row, row)]);
+    // A third of the tokens of the last block do not fill its row.
+    let short = Request { tokens: Tokens::new(9), ..request.clone() };
+    assert_eq!(moves(&c, &short, 0, 0).len(), 2 + 4);
+    // One region for each item at the destination.
+    let c = Compatible::new(of(LayoutStyle::PACKED_ROWS), of(LayoutStyle::HND)).unwrap();
+    assert_eq!(moves(&c, &request, 0, 0).len(), 3 * 4);
+}

@@ -60,7 +60,7 @@ pub struct LayoutStyle {
     pub share: bool,
     /// Unused bytes after each page (one item's bytes in one block).
     pub padding: Bytes,
-    /// Entries of a kernel block where it is smaller than the block; it must divide every block size.
+    /// Tokens of a kernel block where it is smaller than the block; it must divide every block size.
     pub kernel_block: Option<u32>,
     /// Rows or units outside.
     pub state_order: StateOrder,

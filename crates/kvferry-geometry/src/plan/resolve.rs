@@ -2,16 +2,50 @@
 
 use alloc::borrow::Cow;
 use alloc::sync::Arc;
-use alloc::vec;
 use alloc::vec::Vec;
 
 use super::nest::{CompiledPhase, PlacedNest};
-use super::{ItemClass, PairPlan, PlanError, walk};
-use crate::batch::{Base, Batch, PairRun, Pairs, Part, Section, joined};
+use super::{ItemClass, PairPlan, Phase, PlanError, rows, walk};
+use crate::batch::{Batch, PairRun, Pairs, Part, joined};
 use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
 use crate::units::{BlockId, ItemId, TokenRange};
 
-/// Steps and block strides of the parts of one class.
+/// The tables of a class; classes with equal `link` have equal ones.
+#[derive(Clone, Copy)]
+struct Tables<'a> {
+    link: usize,
+    src: &'a BlockTable,
+    dst: &'a BlockTable,
+}
+
+/// (link, first positions, steps, count): what a list of pairs follows from.
+type PairsKey = (usize, (u64, u64), (u64, u64), u64);
+
+/// Lists of pairs made so far for a request. Phases and classes with the same pairs share one list: that is less work, and
+/// shows which of their parts are of one row.
+#[derive(Default)]
+struct KnownPairs(Vec<(PairsKey, Pairs)>);
+
+impl KnownPairs {
+    /// `count` pairs from the two positions on, by the steps.
+    fn get(&mut self, tables: Tables<'_>, positions: (u64, u64), steps: (u64, u64), count: u64) -> Pairs {
+        let key = (tables.link, positions, steps, count);
+        // Those asked for last are asked for again first.
+        if let Some((_, pairs)) = self.0.iter().rev().take(MOST_SOUGHT).find(|(k, _)| *k == key) {
+            return pairs.clone();
+        }
+        let from = Walk { reader: tables.src.reader(positions.0), step: steps.0 };
+        let to = Walk { reader: tables.dst.reader(positions.1), step: steps.1 };
+        let pairs: Pairs = block_pairs(from, to, count).into();
+        self.0.push((key, pairs.clone()));
+        pairs
+    }
+}
+
+/// How many lists back a known one is looked for.
+const MOST_SOUGHT: usize = 64;
+
+/// Steps of the parts of one class.
 #[derive(Clone, Copy)]
 struct Steps {
     src: u32,
@@ -24,12 +58,13 @@ impl PairPlan {
     /// # Errors
     /// [`PlanError::ForeignRequest`] where the request was bound to other engines: its blocks mean other tokens there.
     pub fn resolve(&self, request: &BoundRequest) -> Result<Batch, PlanError> {
-        let mut sections = Vec::new();
+        let mut known = KnownPairs::default();
+        let mut all = Vec::new();
         for class in &self.classes {
-            let (entries, src, dst) = self.move_of(class, request)?;
-            class.resolve(entries, src, dst, &mut sections);
+            let (entries, tables) = self.move_of(class, request)?;
+            all.push((&class.bases, class.resolve(entries, tables, &mut known)));
         }
-        Ok(Batch::new(sections))
+        Ok(Batch::new(rows::join(all)))
     }
 
     /// The places of a self-plan that a request zeroes.
@@ -37,7 +72,8 @@ impl PairPlan {
         if request.of().1 != self.of.1 {
             return Err(self.foreign());
         }
-        let mut sections = Vec::new();
+        let mut known = KnownPairs::default();
+        let mut all = Vec::new();
         for class in &self.classes {
             // What the source doesn't have doesn't move and isn't zeroed.
             let Some(class) = class.without(request.unmatched()) else { continue };
@@ -45,13 +81,18 @@ impl PairPlan {
             // Moves from several source groups end apart only where a frozen, zeroed tail came along: zero it again.
             let mut zeros: Vec<TokenRange> = Vec::new();
             zeros.extend(
-                request.moves().iter().filter(|m| m.dst_group == group && m.retention.is_some()).map(|m| m.zero),
+                request
+                    .moves()
+                    .iter()
+                    .filter(|m| m.dst_group == group && m.retention == class.retention)
+                    .map(|m| m.zero),
             );
             let Some(zero) = zeros.into_iter().min_by_key(|z| z.start()) else { continue };
             let table = request.dst_table(group);
-            class.resolve(class.entries_behind(zero), table, table, &mut sections);
+            let tables = Tables { link: group.index(), src: table, dst: table };
+            all.push((Arc::clone(&class.bases), class.resolve(class.entries_behind(zero), tables, &mut known)));
         }
-        Ok(Batch::new(sections))
+        Ok(Batch::new(rows::join(all.iter().map(|(bases, parts)| (bases, parts.clone())).collect())))
     }
 
     /// How many contiguous ranges a request would take if nothing were joined across heads, blocks and items: what
@@ -61,18 +102,14 @@ impl PairPlan {
     /// As [`resolve`](Self::resolve).
     pub fn uncoalesced(&self, request: &BoundRequest) -> Result<u64, PlanError> {
         let of_class = |class: &ItemClass| {
-            let (entries, ..) = self.move_of(class, request)?;
+            let (entries, _) = self.move_of(class, request)?;
             Ok(class.items.len() as u64 * class.ranges(entries))
         };
         self.classes.iter().map(of_class).sum()
     }
 
     /// What a request moves of a class: its entries, and the two tables.
-    fn move_of<'a>(
-        &self,
-        class: &ItemClass,
-        request: &'a BoundRequest,
-    ) -> Result<((u64, u64), &'a BlockTable, &'a BlockTable), PlanError> {
+    fn move_of<'a>(&self, class: &ItemClass, request: &'a BoundRequest) -> Result<((u64, u64), Tables<'a>), PlanError> {
         if request.of() != self.of {
             return Err(self.foreign());
         }
@@ -82,7 +119,7 @@ impl PairPlan {
             return Err(self.foreign());
         };
         let entries = if class.retention.is_some() { class.entries(m.range) } else { (0, m.states.len() as u64) };
-        Ok((entries, src, dst))
+        Ok((entries, Tables { link: index, src, dst }))
     }
 
     fn foreign(&self) -> PlanError {
@@ -125,53 +162,51 @@ impl ItemClass {
         }
     }
 
-    fn resolve(&self, (start, end): (u64, u64), src: &BlockTable, dst: &BlockTable, out: &mut Vec<Section>) {
-        if start >= end {
-            return;
-        }
+    /// The parts of an interval of entries, for the class's bases.
+    fn resolve(&self, (start, end): (u64, u64), tables: Tables<'_>, known: &mut KnownPairs) -> Vec<Part> {
         let mut parts = Vec::new();
-        if let Some(linear) = self.linear {
-            parts.push(linear.part(self, (start, end), src, dst));
-        } else if let Some((period, first, last)) = self.periods((start, end)) {
-            self.walk(start, first * period, src, dst, &mut parts);
-            self.repeat(period, first, last, src, dst, &mut parts);
-            self.walk(last * period, end, src, dst, &mut parts);
-        } else {
-            self.walk(start, end, src, dst, &mut parts);
+        if start >= end {
+            return parts;
         }
-        self.sections(parts, out);
+        if let Some(linear) = self.linear {
+            parts.push(linear.part(self, (start, end), tables.src, tables.dst));
+        } else if let Some((period, first, last)) = self.periods((start, end)) {
+            self.walk(start, first * period, tables, known, &mut parts);
+            self.repeat(period, first, last, tables, known, &mut parts);
+            self.walk(last * period, end, tables, known, &mut parts);
+        } else {
+            self.walk(start, end, tables, known, &mut parts);
+        }
+        parts
     }
 
     /// The entries of an interval one run at a time, for the ends of a request.
-    fn walk(&self, start: u64, end: u64, src: &BlockTable, dst: &BlockTable, parts: &mut Vec<Part>) {
+    fn walk(&self, start: u64, end: u64, tables: Tables<'_>, known: &mut KnownPairs, parts: &mut Vec<Part>) {
         for phase in walk::phases(walk::Runs::new(self, start, end)) {
-            let at = |table: &BlockTable, position| table.reader(position).get().0;
-            let pair = PairRun { src: at(src, phase.src_block), dst: at(dst, phase.dst_block), count: 1 };
+            let pairs = known.get(tables, (phase.src_block, phase.dst_block), (1, 1), 1);
             let compiled = CompiledPhase::new(self, phase);
-            self.parts(&compiled.nests, Steps { src: 1, dst: 1 }, &vec![pair].into(), parts);
+            self.parts(&compiled.nests, Steps { src: 1, dst: 1 }, &pairs, parts);
         }
     }
 
     /// Whole periods: every phase times its block pairs.
-    fn repeat(&self, period: u64, first: u64, last: u64, src: &BlockTable, dst: &BlockTable, parts: &mut Vec<Part>) {
-        let src_step = period / self.src.block_tokens;
-        let dst_step = period / self.dst.block_tokens;
+    fn repeat(
+        &self,
+        period: u64,
+        first: u64,
+        last: u64,
+        tables: Tables<'_>,
+        known: &mut KnownPairs,
+        parts: &mut Vec<Part>,
+    ) {
+        let (src_step, dst_step) = (period / self.src.block_tokens, period / self.dst.block_tokens);
         let fits = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let steps = Steps { src: fits(src_step), dst: fits(dst_step) };
-        // Phases of one block pair differ in their tokens only, so they share the list of pairs.
-        let mut known: Option<((u64, u64), Pairs)> = None;
         for compiled in &self.phases {
-            let blocks = (compiled.phase.src_block, compiled.phase.dst_block);
-            let pairs = match known.take() {
-                Some((of, pairs)) if of == blocks => pairs,
-                _ => {
-                    let from = Walk { reader: src.reader(first * src_step + blocks.0), step: src_step };
-                    let to = Walk { reader: dst.reader(first * dst_step + blocks.1), step: dst_step };
-                    block_pairs(from, to, last - first).into()
-                }
-            };
+            let Phase { src_block, dst_block, .. } = compiled.phase;
+            let positions = (first * src_step + src_block, first * dst_step + dst_block);
+            let pairs = known.get(tables, positions, (src_step, dst_step), last - first);
             self.parts(&compiled.nests, steps, &pairs, parts);
-            known = Some((blocks, pairs));
         }
     }
 
@@ -187,55 +222,6 @@ impl ItemClass {
             pairs: pairs.clone(),
         }));
     }
-
-    /// Bases times parts. Items whose pages lie end to end in a row on both sides become one longer run.
-    fn sections(&self, parts: Vec<Part>, out: &mut Vec<Section>) {
-        let (mut plain, mut rest) = (Vec::new(), Vec::new());
-        for part in parts {
-            if part.nest.dims.is_empty() && self.bases.len() > 1 { rest.push(part) } else { plain.push(part) }
-        }
-        while let Some(run) = rest.first().map(|p| p.nest.run) {
-            let (same, other): (Vec<Part>, Vec<Part>) = rest.into_iter().partition(|p| p.nest.run == run);
-            rest = other;
-            let chains = chains(&self.bases, run);
-            if chains.iter().all(|c| c.1 == 1) {
-                plain.extend(same);
-                continue;
-            }
-            let mut lengths: Vec<u64> = chains.iter().map(|c| c.1).collect();
-            lengths.sort_unstable();
-            lengths.dedup();
-            for length in lengths {
-                let bases: Vec<Base> = chains.iter().filter(|c| c.1 == length).map(|c| c.0).collect();
-                let mut longer = same.clone();
-                longer.iter_mut().for_each(|p| p.nest.run = run * length);
-                out.push(Section { bases: bases.into(), parts: longer });
-            }
-        }
-        if !plain.is_empty() {
-            out.push(Section { bases: Arc::clone(&self.bases), parts: plain });
-        }
-    }
-}
-
-/// Bases that continue each other by `run` bytes on both sides, as (first, how many).
-fn chains(bases: &[Base], run: u64) -> Vec<(Base, u64)> {
-    let mut sorted = bases.to_vec();
-    sorted.sort_unstable_by_key(|b| (b.dst_region, b.dst_offset));
-    let mut out: Vec<(Base, u64)> = Vec::new();
-    for base in sorted {
-        match out.last_mut() {
-            Some((first, count))
-                if (first.src_region, first.dst_region) == (base.src_region, base.dst_region)
-                    && first.src_offset.checked_add(*count * run) == Some(base.src_offset)
-                    && first.dst_offset.checked_add(*count * run) == Some(base.dst_offset) =>
-            {
-                *count += 1;
-            }
-            _ => out.push((base, 1)),
-        }
-    }
-    out
 }
 
 /// Every `step`-th entry of a table.
