@@ -105,8 +105,8 @@ pub struct ItemClass {
     shares: Vec<AxisShare>,
     /// Tokens of an entry; for states an entry is a slot, and this is 1.
     entry_tokens: u64,
-    /// Whether an entry is a value for several entries of the cache, which moves when any of its tokens does.
-    is_value: bool,
+    /// Entries of the cache that an entry of the class covers: more than 1 for the values of a component with a span.
+    span: u64,
     /// In entries, as all that follows.
     tokens: TokenSet,
     src: SideGeometry,
@@ -294,20 +294,18 @@ impl ItemClass {
         self.phases.len() * self.cells.len().div_ceil(MAX_COMPONENTS)
     }
 
-    /// The entries of a stretch of tokens that move.
+    /// The entries of a stretch of tokens that move: those of which all tokens have come, and values of which any entry moves.
     fn entries(&self, range: TokenRange) -> (u64, u64) {
-        if range.is_empty() {
-            return (0, 0);
-        }
-        let (start, end) = (range.start().get(), range.end().get());
-        let t = self.entry_tokens;
-        (start / t, if self.is_value { end.div_ceil(t) } else { end / t })
+        if range.is_empty() { (0, 0) } else { (range.start().get() / self.entry_tokens, self.end_of(range.end())) }
     }
 
     /// The entries of a stretch of tokens that are zeroed: those behind what moved.
     fn entries_behind(&self, range: TokenRange) -> (u64, u64) {
-        let (start, end) = (range.start().get(), range.end().get());
-        let t = self.entry_tokens;
-        (if self.is_value { start.div_ceil(t) } else { start / t }, end / t)
+        (self.end_of(range.start()), range.end().get() / self.entry_tokens)
+    }
+
+    /// One past the last entry that tokens up to `end` fill, for values at least in part.
+    fn end_of(&self, end: Tokens) -> u64 {
+        (end.get() * self.span / self.entry_tokens).div_ceil(self.span)
     }
 }

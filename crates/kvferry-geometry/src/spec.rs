@@ -286,6 +286,18 @@ pub enum SpecError {
         /// The limit.
         limit: usize,
     },
+    /// A value that covers several entries of a ring: when the ring has gone round it would stand for new and old ones.
+    #[error(
+        "item {item}: component {component} has one value for {span} entries, which a ring can't have; use one for each"
+    )]
+    RingSpan {
+        /// The item.
+        item: Name,
+        /// The component.
+        component: Name,
+        /// Entries of a value.
+        span: u32,
+    },
     /// A component or part name stands twice in one item.
     #[error("item {item}: component or part {component} is listed twice")]
     DuplicateComponent {
@@ -435,6 +447,12 @@ fn check_item(item: &Item, errors: &mut Vec<SpecError>) {
             (state.parts.iter().map(|p| &p.name).collect(), MAX_PARTS)
         }
     };
+    if let Some(paged) = item.as_paged().filter(|p| matches!(p.retention, Retention::Ring(_))) {
+        for c in paged.components.iter().filter(|c| c.span > 1) {
+            let (component, span) = (c.name.clone(), c.span);
+            errors.push(SpecError::RingSpan { item: item.name.clone(), component, span });
+        }
+    }
     let got = names.len();
     if got == 0 || got > limit {
         errors.push(SpecError::ComponentCount { item: item.name.clone(), got, limit });

@@ -8,7 +8,7 @@ use super::nest::{CompiledPhase, PlacedNest};
 use super::{ItemClass, PairPlan, Phase, PlanError, rows, walk};
 use crate::batch::{Batch, PairRun, Pairs, Part, joined};
 use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
-use crate::units::{BlockId, ItemId, TokenRange};
+use crate::units::{BlockId, ItemId};
 
 /// The tables of a class; classes with equal `link` have equal ones.
 #[derive(Clone, Copy)]
@@ -62,7 +62,7 @@ impl PairPlan {
         let mut all = Vec::new();
         for class in &self.classes {
             let (entries, tables) = self.move_of(class, request)?;
-            all.push((&class.bases, class.resolve(entries, tables, &mut known)));
+            all.push((Arc::clone(&class.bases), class.resolve(entries, tables, &mut known)));
         }
         Ok(Batch::new(rows::join(all)))
     }
@@ -79,20 +79,14 @@ impl PairPlan {
             let Some(class) = class.without(request.unmatched()) else { continue };
             let group = class.groups.1;
             // Moves from several source groups end apart only where a frozen, zeroed tail came along: zero it again.
-            let mut zeros: Vec<TokenRange> = Vec::new();
-            zeros.extend(
-                request
-                    .moves()
-                    .iter()
-                    .filter(|m| m.dst_group == group && m.retention == class.retention)
-                    .map(|m| m.zero),
-            );
-            let Some(zero) = zeros.into_iter().min_by_key(|z| z.start()) else { continue };
+            let of_class = |m: &&GroupMove| (m.dst_group, m.retention) == (group, class.retention);
+            let zeros = request.moves().iter().filter(of_class).map(|m| m.zero);
+            let Some(zero) = zeros.min_by_key(|z| z.start()) else { continue };
             let table = request.dst_table(group);
             let tables = Tables { link: group.index(), src: table, dst: table };
             all.push((Arc::clone(&class.bases), class.resolve(class.entries_behind(zero), tables, &mut known)));
         }
-        Ok(Batch::new(rows::join(all.iter().map(|(bases, parts)| (bases, parts.clone())).collect())))
+        Ok(Batch::new(rows::join(all)))
     }
 
     /// How many contiguous ranges a request would take if nothing were joined across heads, blocks and items: what

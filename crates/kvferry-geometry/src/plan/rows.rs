@@ -15,7 +15,7 @@ struct Strip {
 }
 
 /// Bases times parts of every class, with strips that continue each other joined.
-pub(super) fn join(mut all: Vec<(&Arc<[Base]>, Vec<Part>)>) -> Vec<Section> {
+pub(super) fn join(mut all: Vec<(Arc<[Base]>, Vec<Part>)>) -> Vec<Section> {
     let mut out = Vec::new();
     for row in rows_of(&all) {
         let mut strips: Vec<Strip> = Vec::new();
@@ -46,7 +46,7 @@ pub(super) fn join(mut all: Vec<(&Arc<[Base]>, Vec<Part>)>) -> Vec<Section> {
     for (bases, mut parts) in all {
         parts.retain(|p| !p.pairs.is_empty());
         if !parts.is_empty() {
-            out.push(Section { bases: Arc::clone(bases), parts });
+            out.push(Section { bases, parts });
         }
     }
     out
@@ -57,7 +57,7 @@ type RowKey = (usize, (u64, u64), (u32, u32));
 
 /// Parts without loops that go through the same blocks in the same steps, as (class, part); only where there are strips
 /// to join.
-fn rows_of(all: &[(&Arc<[Base]>, Vec<Part>)]) -> Vec<Vec<(usize, usize)>> {
+fn rows_of(all: &[(Arc<[Base]>, Vec<Part>)]) -> Vec<Vec<(usize, usize)>> {
     let mut rows: Vec<Vec<(usize, usize)>> = Vec::new();
     let mut known: BTreeMap<RowKey, usize> = BTreeMap::new();
     for (class, (_, parts)) in all.iter().enumerate() {
