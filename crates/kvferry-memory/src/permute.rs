@@ -52,8 +52,9 @@ mod kernel;
 mod tests;
 mod transpose;
 
-/// From this many bytes on a batch is written past the caches, as its destination would only push out what is in use; and a thread
-/// gets several pieces, so that one that is held up does not hold up all.
+/// From this many bytes on a batch is written past the caches: its destination would only push out what is in use.
+const STREAM_FROM: u64 = 4 << 20;
+/// From this many bytes on a thread gets several pieces, so that one that is held up does not hold up all.
 const LARGE: u64 = 16 << 20;
 /// A thread is not worth starting for fewer bytes.
 const SMALL: u64 = 256 << 10;
@@ -132,8 +133,15 @@ impl Permute {
         let src = bind(&batch, Side::Src, src, &mut faults);
         let dst = bind(&batch, Side::Dst, dst, &mut faults);
         check_overlap(&src, &dst, &mut faults);
-        let stream = batch.batch().bytes().get() >= LARGE;
+        let stream = batch.batch().bytes().get() >= STREAM_FROM;
         if faults.is_empty() { Ok(Self { batch, src, dst, stream }) } else { Err(faults) }
+    }
+
+    /// Says that what is written is read soon and by a CPU (staging memory that is sent next), so that it should go through the
+    /// caches whatever its size. Destinations in a cache of keys and values are not: the bulk of it is never in a CPU's caches.
+    #[must_use]
+    pub fn read_soon(self) -> Self {
+        Self { stream: false, ..self }
     }
 
     /// Bytes of the batch: its positions are 0 up to this.

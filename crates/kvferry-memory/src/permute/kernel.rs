@@ -57,10 +57,10 @@ impl Runs {
                 16 => self.fixed::<16>(),
                 32 => self.fixed::<32>(),
                 _ if stream && self.run >= STREAM_RUN => self.past_caches(),
-                64 => self.fixed::<64>(),
-                128 => self.fixed::<128>(),
-                256 => self.fixed::<256>(),
-                512 => self.fixed::<512>(),
+                64 => self.lines::<64, false>(),
+                128 => self.lines::<128, false>(),
+                256 => self.lines::<256, false>(),
+                512 => self.lines::<512, false>(),
                 _ => self.any(),
             }
         }
@@ -127,20 +127,20 @@ impl Runs {
         // SAFETY: the caller's promise; the first number is `run`, and every run begins a line of the destination.
         unsafe {
             match self.run {
-                64 if whole_lines => self.lines::<64>(),
-                128 if whole_lines => self.lines::<128>(),
-                256 if whole_lines => self.lines::<256>(),
-                512 if whole_lines => self.lines::<512>(),
+                64 if whole_lines => self.lines::<64, true>(),
+                128 if whole_lines => self.lines::<128, true>(),
+                256 if whole_lines => self.lines::<256, true>(),
+                512 if whole_lines => self.lines::<512, true>(),
                 _ => self.long(),
             }
         }
     }
 
-    /// Short runs of whole lines; the source of a later one is fetched while one is copied.
+    /// Short runs of as many bytes as some lines have; the source of a later one is fetched while one is copied.
     ///
     /// # Safety
-    /// As for [`copy`](Self::copy), with a run of `N`; every run must begin a line of the destination.
-    unsafe fn lines<const N: usize>(&self) {
+    /// As for [`copy`](Self::copy), with a run of `N`; with `STREAM`, every run must begin a line of the destination.
+    unsafe fn lines<const N: usize, const STREAM: bool>(&self) {
         let ahead = (AHEAD / N).min(self.inner.count);
         for o in 0..self.outer.count {
             for i in 0..self.inner.count {
@@ -148,7 +148,7 @@ impl Runs {
                     if i + ahead < self.inner.count { (o, i + ahead) } else { (o + 1, i + ahead - self.inner.count) };
                 fetch(self.src.wrapping_add(o2.wrapping_mul(self.outer.src).wrapping_add(i2 * self.inner.src)), N);
                 // SAFETY: the caller's promise.
-                unsafe { stream_lines::<N>(self.from(o, i), self.to(o, i)) };
+                unsafe { move_lines::<N, STREAM>(self.from(o, i), self.to(o, i)) };
             }
         }
     }
@@ -222,11 +222,11 @@ unsafe fn past_caches(src: *const u8, dst: *mut u8, len: usize) {
     unsafe {
         std::ptr::copy_nonoverlapping(src, dst, head);
         while len - done >= MANY {
-            stream_lines::<MANY>(src.add(done), dst.add(done));
+            move_lines::<MANY, true>(src.add(done), dst.add(done));
             done += MANY;
         }
         while len - done >= LINE {
-            stream_lines::<LINE>(src.add(done), dst.add(done));
+            move_lines::<LINE, true>(src.add(done), dst.add(done));
             done += LINE;
         }
         std::ptr::copy_nonoverlapping(src.add(done), dst.add(done), len - done);
@@ -234,19 +234,19 @@ unsafe fn past_caches(src: *const u8, dst: *mut u8, len: usize) {
 }
 
 /// # Safety
-/// As for `ptr::copy_nonoverlapping` with `N` bytes; `N` must be a number of lines and `dst` begin a line.
+/// As for `ptr::copy_nonoverlapping` with `N` bytes, a number of lines; with `STREAM`, `dst` must begin a line.
 #[inline]
-unsafe fn stream_lines<const N: usize>(src: *const u8, dst: *mut u8) {
+unsafe fn move_lines<const N: usize, const STREAM: bool>(src: *const u8, dst: *mut u8) {
     const { assert!(N.is_multiple_of(LINE)) };
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for at in (0..N).step_by(LINE) {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-        // SAFETY: inside the `N` bytes. The streaming stores want their destination aligned to 16 bytes, which it is.
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128};
+        // SAFETY: inside the `N` bytes. The streaming stores want their destination aligned to 16 bytes, which a line is.
         unsafe {
             let (from, to) = (src.add(at).cast::<__m128i>(), dst.add(at).cast::<__m128i>());
             let line = [0, 1, 2, 3].map(|i| _mm_loadu_si128(from.add(i)));
             for (i, part) in line.into_iter().enumerate() {
-                _mm_stream_si128(to.add(i), part);
+                if STREAM { _mm_stream_si128(to.add(i), part) } else { _mm_storeu_si128(to.add(i), part) }
             }
         }
     }

@@ -4,7 +4,7 @@ use kvferry_transport::conformance::sample::{Memory, Rng, Sample, sample};
 use super::*;
 
 /// Samples of a normal run; an interpreter does fewer.
-const SEEDS: u64 = if cfg!(miri) { 6 } else { 300 };
+const SEEDS: u64 = if cfg!(miri) { 4 } else { 300 };
 
 fn below(rng: &mut Rng, n: usize) -> usize {
     usize::try_from(rng.below(n as u64)).unwrap()
@@ -34,7 +34,7 @@ fn check(sample: &Sample, rng: &mut Rng, what: &str) {
 fn random_batches_are_what_the_cursor_says() {
     for seed in 0..SEEDS {
         let mut rng = Rng::new(seed);
-        let about = if cfg!(miri) { 500 } else { 6000 };
+        let about = if cfg!(miri) { 300 } else { 6000 };
         let sample = sample(&mut rng, about);
         check(&sample, &mut rng, &format!("seed {seed}"));
     }
@@ -66,11 +66,11 @@ fn tight(nest: Nest, pairs: Vec<PairRun>, block: (u64, u64), start: (u64, u64)) 
 
 #[test]
 fn matrices_of_any_shape_are_turned_over() {
-    const LONG: [usize; 11] = [1, 2, 3, 4, 5, 8, 9, 12, 16, 33, 70];
+    const LONG: [usize; 11] = [9, 3, 1, 2, 4, 5, 8, 12, 16, 33, 70];
     for seed in 0..2 * SEEDS {
         let mut rng = Rng::new(seed);
         let run = [1, 2, 2, 2, 4, 4, 8, 16, 32, 64, 6][below(&mut rng, 11)];
-        let pick = |rng: &mut Rng| LONG[below(rng, if cfg!(miri) { 9 } else { LONG.len() })] as u64;
+        let pick = |rng: &mut Rng| LONG[below(rng, if cfg!(miri) { 3 } else { LONG.len() })] as u64;
         let (a, b) = (pick(&mut rng), pick(&mut rng));
         let pad = |rng: &mut Rng| if rng.below(2) == 0 { 0 } else { rng.below(12) };
         // `a` is the inner loop at the source, `b` at the destination; either may be the inner one of the nest. Now and then
@@ -95,8 +95,7 @@ fn matrices_of_any_shape_are_turned_over() {
 
 #[test]
 fn runs_of_any_length_and_alignment() {
-    let lens: &[u64] =
-        if cfg!(miri) { &[3, 64, 256, 330] } else { &[3, 17, 64, 100, 128, 256, 512, 513, 1024, 4096, 5000] };
+    let lens: &[u64] = if cfg!(miri) { &[3, 64, 200] } else { &[3, 17, 64, 100, 128, 256, 512, 513, 1024, 4096, 5000] };
     for &run in lens {
         for (gap, start) in [((0, 64), (0, 0)), ((64, 0), (5, 64)), ((7, 3), (1, 2)), ((0, 0), (64, 63))] {
             let outer = Dim { count: 3, src_stride: run + gap.0, dst_stride: 5 * (run + gap.1) };
@@ -116,7 +115,7 @@ fn runs_of_any_length_and_alignment() {
 fn slices_of_any_size_make_the_whole() {
     for seed in 0..SEEDS {
         let mut rng = Rng::new(seed);
-        let sample = sample(&mut rng, 1000);
+        let sample = sample(&mut rng, if cfg!(miri) { 200 } else { 1000 });
         let memory = Memory::new(&sample, &mut rng, zeroed);
         let permute = Permute::new(
             sample.batch.clone(),
@@ -135,12 +134,10 @@ fn slices_of_any_size_make_the_whole() {
     }
 }
 
+/// Not for interpreters: megabytes take them minutes, and the pieces are those of the other tests.
+#[cfg(not(miri))]
 #[test]
 fn large_batches_by_threads_of_their_own() {
-    if cfg!(miri) {
-        // Megabytes take an interpreter minutes; the pieces are those of the other tests.
-        return;
-    }
     let dims =
         [Dim { count: 8, src_stride: 256, dst_stride: 4096 }, Dim { count: 16, src_stride: 2048, dst_stride: 256 }];
     let pairs = (0..600).map(|i| PairRun { src: i, dst: (i * 7) % 601, count: 1 }).collect();
@@ -149,7 +146,7 @@ fn large_batches_by_threads_of_their_own() {
         let memory = Memory::new(&sample, &mut Rng::new(1), zeroed);
         let first = |regions: &[Region]| regions.first().cloned();
         let permute = Permute::new(sample.batch.clone(), |_| first(&memory.src), |_| first(&memory.dst)).unwrap();
-        assert!(permute.stream);
+        assert!(permute.stream && !permute.clone().read_soon().stream);
         assert_eq!(permute.run(threads), Stats { bytes: Bytes::new(600 * (32 << 10)), descriptors: 600 * 128 });
         memory.check(&sample).unwrap();
     }
