@@ -3,11 +3,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "generators of tests")]
 
 pub mod by_hand;
+pub mod by_hand_states;
 pub mod over_mem;
 pub mod random;
 mod skip;
 
-pub use random::{Case, Choices, Outcome, Plan, cases, check_cases, run_case, sample};
+pub use random::{Case, Choices, Plan, cases, check_cases, run_case, sample};
 pub use skip::skip;
 
 /// The README's example, so that it is compiled and run.

@@ -296,7 +296,9 @@ impl ItemClass {
 
     /// The entries of a stretch of tokens that move: those of which all tokens have come, and values of which any entry moves.
     fn entries(&self, range: TokenRange) -> (u64, u64) {
-        if range.is_empty() { (0, 0) } else { (range.start().get() / self.entry_tokens, self.end_of(range.end())) }
+        let each = self.entry_tokens / self.span;
+        let (first, end) = (range.start().get() / each, range.end().get() / each);
+        if first < end { (first / self.span, end.div_ceil(self.span)) } else { (0, 0) }
     }
 
     /// The entries of a stretch of tokens that are zeroed: those behind what moved.

@@ -1,8 +1,10 @@
 //! Batches applied to memory, by loops written straight from the batch's documented formula.
 
 use kvferry_geometry::batch::{Batch, Descriptor};
-use kvferry_geometry::units::{RankId, RegionId};
+use kvferry_geometry::staged::{Place, Staged};
+use kvferry_geometry::units::{Bytes, RankId, RegionId};
 
+use crate::at;
 use crate::compare::{Report, Verdict, compare};
 use crate::memory::{Memory, fill_source};
 use crate::transfer::Transfer;
@@ -92,6 +94,14 @@ pub enum Finding {
         /// The refusal.
         why: String,
     },
+    /// A batch can't be staged.
+    #[error("ranks {src} to {dst}: a batch that can be carried out directly can't be staged")]
+    NotStaged {
+        /// Source rank.
+        src: usize,
+        /// Destination rank.
+        dst: usize,
+    },
     /// Zeros beyond a region.
     #[error("rank {rank}: zeros {len} B at byte {offset} of region {region}, outside it")]
     ZeroOutside {
@@ -154,48 +164,82 @@ impl<'t, 'm> Execution<'t, 'm> {
     /// # Errors
     /// The first contradiction.
     pub fn run(&mut self, src: RankId, dst: RankId, batch: &Batch) -> Result<Expansion, Finding> {
-        let (s, d) = (src.index(), dst.index());
-        let moves = expand(batch).ok_or(Finding::Overflow { src: s, dst: d })?;
-        let mut seen = Expansion::default();
-        for moved in &moves {
-            let outside = || Finding::Outside { src: s, dst: d, moved: *moved };
-            let from =
-                self.src.bytes(s, moved.src_region.index(), moved.src_offset, moved.len).ok_or_else(outside)?.to_vec();
-            let (region, offset) = (moved.dst_region.index(), moved.dst_offset);
-            self.dst.bytes_mut(d, region, offset, moved.len).ok_or_else(outside)?.copy_from_slice(&from);
-            for count in self.writes.moves.bytes_mut(d, region, offset, moved.len).ok_or_else(outside)? {
-                *count = count.saturating_add(1);
-            }
-            seen.bytes += moved.len;
-            seen.runs += 1;
-        }
-        let disagrees = |what, got, expected| Finding::Disagrees { src: s, dst: d, what, got, expected };
-        if batch.bytes().get() != seen.bytes {
-            return Err(disagrees("bytes()", batch.bytes().get(), seen.bytes));
-        }
-        if batch.is_empty() != moves.is_empty() {
-            return Err(disagrees("is_empty()", u64::from(batch.is_empty()), u64::from(moves.is_empty())));
-        }
-        for buffer in [1, 3, 64] {
-            let flat = flatten(batch, &[buffer]);
-            if let Some(byte) = first_difference(&moves, &flat) {
-                return Err(Finding::Cursor { src: s, dst: d, buffer, byte });
-            }
-            let count = flat.len() as u64;
-            if batch.descriptors() < count {
-                return Err(disagrees("descriptors()", batch.descriptors(), count));
-            }
-            if buffer != 1 && count != seen.descriptors {
-                return Err(disagrees("a cursor with another buffer", count, seen.descriptors));
-            }
-            seen.descriptors = count;
-            seen.unmerged = flat.windows(2).filter(|w| continues(&w[0], &w[1])).count() as u64;
-        }
         let lens = (self.transfer.src.region_lens(src), self.transfer.dst.region_lens(dst));
-        if let Err(e) = batch.clone().check(&lens.0, &lens.1) {
-            return Err(Finding::Refused { src: s, dst: d, why: e.to_string() });
+        let (moves, seen) = examine((src.index(), dst.index()), batch, &lens.0, &lens.1)?;
+        for moved in &moves {
+            let bytes = self.read(src, dst, moved)?;
+            self.write(src, dst, moved, &bytes)?;
         }
         Ok(seen)
+    }
+
+    /// Applies the two steps of a staged batch through a buffer of their own. The counts are those of the step between the ranks.
+    ///
+    /// # Errors
+    /// The first contradiction.
+    pub fn run_staged(&mut self, src: RankId, dst: RankId, direct: &Batch, place: Place) -> Result<Expansion, Finding> {
+        let (s, d) = (src.index(), dst.index());
+        let mut lens = (self.transfer.src.region_lens(src), self.transfer.dst.region_lens(dst));
+        // The buffer is one more region of the rank that permutes.
+        let buffer =
+            RegionId::new(u32::try_from(if place == Place::Source { lens.0.len() } else { lens.1.len() }).unwrap_or(0));
+        let Some(staged) = Staged::new(direct, place, buffer) else {
+            return Err(Finding::NotStaged { src: s, dst: d });
+        };
+        let len = Bytes::new(staged.bytes);
+        let (first, second) = if place == Place::Source {
+            let all = with(&lens.0, len);
+            let first = examine((s, s), &staged.local, &lens.0, &all)?;
+            lens.0 = all;
+            (first, examine((s, d), &staged.wire, &lens.0, &lens.1)?)
+        } else {
+            let all = with(&lens.1, len);
+            let first = examine((s, d), &staged.wire, &lens.0, &all)?;
+            (first, examine((d, d), &staged.local, &all, &lens.1)?)
+        };
+        let disagrees = |what, got, expected| Finding::Disagrees { src: s, dst: d, what, got, expected };
+        if staged.bytes != direct.bytes().get() {
+            return Err(disagrees("the buffer's length", staged.bytes, direct.bytes().get()));
+        }
+        let mut bytes: Vec<Option<u8>> = vec![None; at(staged.bytes)];
+        for moved in &first.0 {
+            if moved.dst_region != buffer {
+                return Err(Finding::Outside { src: s, dst: d, moved: *moved });
+            }
+            let from = self.read(src, dst, moved)?;
+            for (to, byte) in bytes.iter_mut().skip(at(moved.dst_offset)).zip(from) {
+                if to.replace(byte).is_some() {
+                    return Err(disagrees("writes of one byte of the buffer", 2, 1));
+                }
+            }
+        }
+        for moved in &second.0 {
+            if moved.src_region != buffer {
+                return Err(Finding::Outside { src: s, dst: d, moved: *moved });
+            }
+            let part = bytes.iter().skip(at(moved.src_offset)).take(at(moved.len)).copied();
+            let part: Option<Vec<u8>> = part.collect();
+            let part = part.ok_or_else(|| disagrees("writes of one byte of the buffer", 0, 1))?;
+            self.write(src, dst, moved, &part)?;
+        }
+        Ok(if place == Place::Source { second.1 } else { first.1 })
+    }
+
+    fn read(&self, src: RankId, dst: RankId, moved: &Descriptor) -> Result<Vec<u8>, Finding> {
+        let (s, d) = (src.index(), dst.index());
+        let bytes = self.src.bytes(s, moved.src_region.index(), moved.src_offset, moved.len);
+        Ok(bytes.ok_or(Finding::Outside { src: s, dst: d, moved: *moved })?.to_vec())
+    }
+
+    fn write(&mut self, src: RankId, dst: RankId, moved: &Descriptor, bytes: &[u8]) -> Result<(), Finding> {
+        let (s, d) = (src.index(), dst.index());
+        let outside = || Finding::Outside { src: s, dst: d, moved: *moved };
+        let (region, offset) = (moved.dst_region.index(), moved.dst_offset);
+        self.dst.bytes_mut(d, region, offset, moved.len).ok_or_else(outside)?.copy_from_slice(bytes);
+        for count in self.writes.moves.bytes_mut(d, region, offset, moved.len).ok_or_else(outside)? {
+            *count = count.saturating_add(1);
+        }
+        Ok(())
     }
 
     /// Zeroes a stretch of the consumer's memory.
@@ -225,6 +269,58 @@ impl<'t, 'm> Execution<'t, 'm> {
     pub fn dst_memory(&self) -> &Memory {
         &self.dst
     }
+}
+
+fn with(lens: &[Bytes], more: Bytes) -> Vec<Bytes> {
+    lens.iter().copied().chain([more]).collect()
+}
+
+/// A batch's runs, after what the batch says of itself was held against them.
+fn examine(
+    (src, dst): (usize, usize),
+    batch: &Batch,
+    src_lens: &[Bytes],
+    dst_lens: &[Bytes],
+) -> Result<(Vec<Descriptor>, Expansion), Finding> {
+    let moves = expand(batch).ok_or(Finding::Overflow { src, dst })?;
+    let mut seen = Expansion { runs: moves.len() as u64, ..Expansion::default() };
+    for moved in &moves {
+        let inside = |lens: &[Bytes], region: RegionId, offset: u64| {
+            let end = offset.checked_add(moved.len);
+            lens.get(region.index()).is_some_and(|len| end.is_some_and(|end| end <= len.get()))
+        };
+        let from = inside(src_lens, moved.src_region, moved.src_offset);
+        if !from || !inside(dst_lens, moved.dst_region, moved.dst_offset) {
+            return Err(Finding::Outside { src, dst, moved: *moved });
+        }
+        seen.bytes += moved.len;
+    }
+    let disagrees = |what, got, expected| Finding::Disagrees { src, dst, what, got, expected };
+    if batch.bytes().get() != seen.bytes {
+        return Err(disagrees("bytes()", batch.bytes().get(), seen.bytes));
+    }
+    if batch.is_empty() != moves.is_empty() {
+        return Err(disagrees("is_empty()", u64::from(batch.is_empty()), u64::from(moves.is_empty())));
+    }
+    for buffer in [1, 3, 64] {
+        let flat = flatten(batch, &[buffer]);
+        if let Some(byte) = first_difference(&moves, &flat) {
+            return Err(Finding::Cursor { src, dst, buffer, byte });
+        }
+        let count = flat.len() as u64;
+        if batch.descriptors() < count {
+            return Err(disagrees("descriptors()", batch.descriptors(), count));
+        }
+        if buffer != 1 && count != seen.descriptors {
+            return Err(disagrees("a cursor with another buffer", count, seen.descriptors));
+        }
+        seen.descriptors = count;
+        seen.unmerged = flat.windows(2).filter(|w| continues(&w[0], &w[1])).count() as u64;
+    }
+    if let Err(e) = batch.clone().check(src_lens, dst_lens) {
+        return Err(Finding::Refused { src, dst, why: e.to_string() });
+    }
+    Ok((moves, seen))
 }
 
 /// The runs of a batch by the formula of its module, in its order; `None` on overflow.

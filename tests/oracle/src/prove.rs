@@ -5,6 +5,7 @@ use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::plan::PairPlan;
 use kvferry_geometry::request::{BoundRequest, Request};
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::RankId;
 use kvferry_geometry::zero::ZeroPlan;
 
@@ -33,10 +34,11 @@ pub fn prove(compatible: &Compatible, peers: &PeerMap, request: &Request) -> Res
         batches.push((pair.src(), pair.dst(), plan.resolve(&bound).map_err(|e| e.to_string())?));
     }
     let transfer = Transfer::of(compatible.src(), compatible.dst(), request);
-    carry_out(&transfer, &bound, &batches)
+    carry_out(&transfer, &bound, &batches, Place::Direct)
 }
 
-/// Moves what some batches say (source rank, destination rank, batch), zeroes what a request leaves, and compares.
+/// Moves what some batches say (source rank, destination rank, batch), directly or through a buffer at one side, zeroes what a
+/// request leaves, and compares.
 ///
 /// # Errors
 /// What is wrong, in words.
@@ -44,11 +46,16 @@ pub fn carry_out(
     transfer: &Transfer<'_>,
     bound: &BoundRequest,
     batches: &[(RankId, RankId, Batch)],
+    place: Place,
 ) -> Result<Outcome, String> {
     let mut run = Execution::new(transfer).map_err(|e| e.to_string())?;
     let mut expansion = Expansion::default();
     for (src, dst, batch) in batches {
-        let seen = run.run(*src, *dst, batch).map_err(|e| e.to_string())?;
+        let seen = match place {
+            Place::Direct => run.run(*src, *dst, batch),
+            _ => run.run_staged(*src, *dst, batch, place),
+        };
+        let seen = seen.map_err(|e| e.to_string())?;
         expansion.bytes += seen.bytes;
         expansion.runs += seen.runs;
         expansion.descriptors += seen.descriptors;

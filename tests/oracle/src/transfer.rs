@@ -79,13 +79,10 @@ impl Fates {
             return fate;
         }
         let fate = |token: u64| self.tokens.get(at(token)).copied().unwrap_or(Fate::Untouched);
-        if !cell.spans {
-            // An entry is once its last token is.
-            return fate(cell.last);
-        }
-        // A value of several entries is as soon as its first token is, and changes with every further one.
-        let moves = (cell.token()..=cell.last).any(|t| fate(t) == Fate::Moved);
-        if moves { Fate::Moved } else { fate(cell.token()) }
+        // A value of several entries is as soon as its first entry is, and changes with every further one.
+        let mut entries = cell.entries().map(fate);
+        let first = entries.next().unwrap_or(Fate::Untouched);
+        if entries.any(|f| f == Fate::Moved) { Fate::Moved } else { first }
     }
 }
 
@@ -200,15 +197,14 @@ impl Transfer<'_> {
     pub(crate) fn known(&self, item: usize, cell: &Cell<'_>) -> Result<Known, Finding> {
         let Some(paged) = paged_of(self.src, item) else { return Ok(Known::Held) };
         let SrcTable { held, frozen, .. } = self.src_table(item)?;
-        let computed =
-            if cell.spans { (cell.token()..=cell.last).any(|t| held.contains(&t)) } else { held.contains(&cell.last) };
+        let computed = cell.entries().any(|last| held.contains(&last));
         // The bytes behind a ring's last token are those of older ones.
         let is_ring = matches!(paged.retention, Retention::Ring(_));
         let frozen_end =
             if *frozen && !is_ring && !held.is_empty() { block_end(self.src, item, held.end - 1) } else { held.end };
         Ok(match computed {
             true => Known::Held,
-            false if cell.last >= held.end && cell.last < frozen_end => Known::Zero,
+            false if cell.entries().all(|last| last >= held.end) && cell.last < frozen_end => Known::Zero,
             false => Known::Nothing,
         })
     }

@@ -40,8 +40,8 @@ pub struct Cell<'m> {
     pub coordinate: Coordinate,
     /// Last token that the value stands for; of a state its position.
     pub last: u64,
-    /// Whether the value stands for several entries.
-    pub spans: bool,
+    /// Tokens of one of the entries that the value stands for.
+    pub entry_tokens: u64,
     /// First byte of the value.
     pub byte: u64,
     /// Bytes.
@@ -57,6 +57,17 @@ impl Cell<'_> {
     #[must_use]
     pub fn token(&self) -> u64 {
         self.coordinate.token
+    }
+
+    /// The last token of every entry that the value stands for: an entry is once that has come.
+    pub fn entries(&self) -> impl Iterator<Item = u64> + use<> {
+        let (each, end) = (self.entry_tokens, self.last);
+        let mut next = self.coordinate.token + each - 1;
+        std::iter::from_fn(move || {
+            let last = next;
+            next += each;
+            (last <= end).then_some(last)
+        })
     }
 }
 
@@ -145,9 +156,8 @@ fn walk_paged<'m>(
                 let mut first = tokens[at(local)];
                 let mut last = tokens[at(local + entries * tokens_per_entry - 1)];
                 if let Retention::Ring(ring) = paged.retention {
-                    // The latest that is there: an entry is once its last token is.
-                    let there = |first: u64, last: u64| (if entries > 1 { first } else { last }) < listed.end;
-                    while there(first + ring.get(), last + ring.get()) {
+                    // The latest that is there.
+                    while last + ring.get() < listed.end {
                         first += ring.get();
                         last += ring.get();
                     }
@@ -169,7 +179,7 @@ fn walk_paged<'m>(
                             component: &component.name,
                             coordinate: Coordinate { token: first, row: 0, heads },
                             last,
-                            spans: component.span > 1,
+                            entry_tokens: tokens_per_entry,
                             byte,
                             width: piece,
                             region: view.region.index(),
@@ -206,7 +216,7 @@ fn walk_state<'m>(
                         component: &part.name,
                         coordinate: Coordinate { token: position, row, heads: (unit, unit + 1) },
                         last: position,
-                        spans: false,
+                        entry_tokens: 1,
                         byte: 0,
                         width: part.width.get(),
                         region: view.region.index(),

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_geometry::layout::{CacheLayout, ComponentOrder, LayoutStyle, Rows, TokenOrder};
+use kvferry_geometry::layout::{CacheLayout, ComponentOrder, LayoutStyle, Rows, StateOrder, TokenOrder};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestErrors, RankManifest};
 use kvferry_geometry::placement::{HeadRange, HeadRule, Parallelism, PcpMode, Placement, RankPlacement, TokenClass};
-use kvferry_geometry::spec::{Item, ModelSpec};
+use kvferry_geometry::spec::{Item, ItemKind, ModelSpec, Retention, ValueHeads};
 use kvferry_geometry::units::{Bytes, ItemId, Name, Tokens};
 use kvferry_oracle::{Missing, uncovered};
 
-use super::odd_layout::{Page, Sharing, odd_layout};
+use super::odd_layout::{Page, Sharing, odd_layout, shuffle_regions};
 use super::{Choices, small};
 
 /// The most ranks of one engine.
@@ -27,9 +27,22 @@ pub struct Draft {
     /// In words.
     pub text: String,
     /// By which rules it was placed, if by rules.
-    pub usual: Option<(Parallelism, Vec<HeadRule>)>,
-    sharing: Option<Sharing>,
+    pub usual: Option<Usual>,
+    memory: Memory,
     layout: Choices,
+}
+
+/// Parallel sizes, and the rules by item and by axis of it.
+pub type Usual = (Parallelism, Vec<Vec<HeadRule>>);
+
+/// How a draft will be laid out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Memory {
+    /// By usual styles, in which groups share memory or don't.
+    Usual {
+        share: bool,
+    },
+    Odd(Sharing),
 }
 
 /// How an engine takes after the other one of its case.
@@ -57,8 +70,8 @@ pub struct RefusedDraft {
 pub struct Engine {
     /// Its manifest.
     pub manifest: Manifest,
-    /// By which rules it was placed, if by rules: one for each item.
-    pub usual: Option<(Parallelism, Vec<HeadRule>)>,
+    /// By which rules it was placed, if by rules.
+    pub usual: Option<Usual>,
     /// In words.
     pub text: String,
 }
@@ -70,8 +83,11 @@ impl Draft {
         let mut order = c.fork();
         order.shuffle(&mut items);
         for item in &mut items {
-            let kvferry_geometry::spec::ItemKind::Paged(paged) = &mut item.kind else { continue };
-            order.shuffle(&mut paged.components);
+            match &mut item.kind {
+                ItemKind::Paged(paged) => order.shuffle(&mut paged.components),
+                ItemKind::State(state) => order.shuffle(&mut state.parts),
+                _ => {}
+            }
         }
         let spec = ModelSpec::new(items).expect("a sound model");
         let groups = random_groups(c, &spec);
@@ -81,7 +97,7 @@ impl Draft {
             Self::parallel(c, spec, groups, kin)
         };
         if let Kin::Like(other) = kin {
-            draft.sharing = other.sharing;
+            draft.memory = other.memory;
             draft.layout = other.layout.clone();
         }
         (draft, refused)
@@ -103,40 +119,59 @@ impl Draft {
         let modes = [PcpMode::Shard, PcpMode::Replicate];
         let pcp_mode = c.pick(if prime.is_some() { &modes[..1] } else { &modes });
         let pp = if c.chance(50) { c.within(1, (left / u64::from(pcp)).min(4)) } else { 1 };
-        let interleave = if prime.is_some() { 1 } else { c.pick(&[1, 2, 4, 3, 8, 5, 16, 12]) };
+        // One value's tokens stay on one rank.
+        let grain = small(groups.iter().map(|g| grain_of(&spec, g)).fold(1, lcm));
+        let usual: Vec<u32> = [1, 2, 4, 3, 8, 5, 16, 12].into_iter().filter(|i| i % grain == 0).collect();
+        let interleave = if prime.is_some() || usual.is_empty() { grain } else { c.pick(&usual) };
         let mut stages = random_stages(c, &spec, pp);
-        let mut rules: Vec<HeadRule> = Vec::new();
-        for _ in spec.items() {
-            rules.push(match rules.last() {
-                Some(&last) if !c.chance(30) => last,
-                _ => c.pick(&[HeadRule::Split, HeadRule::Split, HeadRule::Split, HeadRule::Whole]),
-            });
+        let mut rules: Vec<Vec<HeadRule>> = Vec::new();
+        let mut last: Option<&Item> = None;
+        for item in spec.items() {
+            // Layers alike are mostly placed alike.
+            match (last, rules.last()) {
+                (Some(last), Some(same)) if last.kind == item.kind && !c.chance(30) => rules.push(same.clone()),
+                _ => rules.push(random_rules(c, item)),
+            }
+            last = Some(item);
         }
-        let sizes = ParallelSizes { tp, dcp, pcp, pcp_mode, interleave };
-        let dealt = if sizes.context() == 1 { 1 } else { interleave };
-        let mut block_sizes: Vec<u32> = groups.iter().map(|_| random_block_size(c, dealt)).collect();
-        if let Some(n) = prime {
-            block_sizes.fill(if n == 3 { 61 } else { 67 });
-        } else if let Kin::Like(other) = kin
-            && let same = small(other.groups[0].block_tokens.get())
-            && same.is_multiple_of(sizes.context() * dealt)
-        {
-            block_sizes.fill(same / sizes.context());
+        let mut sizes = ParallelSizes { tp, dcp, pcp, pcp_mode, interleave };
+        if groups.iter().any(|g| block_sizes_of(&spec, g, sizes).is_empty()) {
+            // A ring is made of whole blocks.
+            (sizes.dcp, sizes.pcp) = (1, 1);
         }
-        let sharing = random_sharing(c);
+        let mut block_sizes: Vec<u32> = Vec::new();
+        for group in &groups {
+            let usual = [4, 8, 16, 2, 1, 6, 12, 24];
+            let (all, some) = (block_sizes_of(&spec, group, sizes), |b: &u32| usual.contains(b));
+            let some: Vec<u32> = all.iter().copied().filter(some).collect();
+            let any = some.is_empty() || c.chance(40);
+            let mut size = c.pick(if any { &all } else { &some });
+            if let Some(n) = prime {
+                size = if n == 3 { 61 } else { 67 };
+            } else if let Kin::Like(other) = kin
+                && let Some(same) = other.groups.iter().map(|g| small(g.block_tokens.get())).find(|&s| s > 0)
+                && same.is_multiple_of(sizes.context())
+                && all.contains(&(same / sizes.context()))
+            {
+                size = same / sizes.context();
+            }
+            block_sizes.push(size);
+        }
+        let memory = random_memory(c);
         let layout = c.fork();
         let mut refused = Vec::new();
         loop {
             let parallelism = sizes.over(&stages);
-            let rule = |item: &Item, _: usize| rules[spec.find(&item.name).unwrap().index()];
+            let rule = |item: &Item, axis: usize| rules[spec.find(&item.name).unwrap().index()][axis];
             let ranks = parallelism.place(&spec, rule).expect("sizes in range");
-            let groups = name_groups(&groups, |g| u64::from(block_sizes[g] * sizes.context()));
+            let groups = name_groups(&spec, &groups, |g| u64::from(block_sizes[g] * sizes.context()));
+            let (dcp, pcp) = (sizes.dcp, sizes.pcp);
             let text = format!(
                 "tp {tp}, dcp {dcp}, pcp {pcp} {pcp_mode:?}, interleave {interleave}, stages {stages:?}, rules {rules:?}, \
                  block sizes {block_sizes:?}"
             );
             let usual = Some((parallelism, rules.clone()));
-            let draft = Self { spec: spec.clone(), ranks, groups, text, usual, sharing, layout: layout.clone() };
+            let draft = Self { spec: spec.clone(), ranks, groups, text, usual, memory, layout: layout.clone() };
             let missing = draft.missing(u64::from(interleave * sizes.context()));
             if missing.is_empty() {
                 return (draft, refused);
@@ -144,7 +179,7 @@ impl Draft {
             // Repair: every rank of a stage holds all heads, and some stage holds the item.
             for gap in &missing {
                 let id = spec.find(&gap.item).unwrap();
-                rules[id.index()] = HeadRule::Whole;
+                rules[id.index()].fill(HeadRule::Whole);
                 if !stages.iter().flatten().any(|i| *i == id) {
                     stages[0].push(id);
                 }
@@ -156,41 +191,45 @@ impl Draft {
     /// Placements that no rule writes: heads cut anywhere, another token class for each item, spare replicas.
     fn by_hand(c: &mut Choices, spec: ModelSpec, groups: Vec<Vec<ItemId>>) -> Self {
         let count = usize::try_from(c.within(1, 8)).unwrap();
-        let block_tokens: Vec<u64> = groups.iter().map(|_| c.pick(&[12, 24, 4, 8, 6, 36])).collect();
+        let one = ParallelSizes { tp: 1, dcp: 1, pcp: 1, pcp_mode: PcpMode::Shard, interleave: 1 };
+        let mut block_tokens: Vec<u64> = Vec::new();
+        for group in &groups {
+            let all = block_sizes_of(&spec, group, one);
+            let some: Vec<u32> = [12, 24, 4, 8, 6, 36].into_iter().filter(|b| all.contains(b)).collect();
+            block_tokens.push(u64::from(c.pick(if some.is_empty() { &all } else { &some })));
+        }
         let mut ranks: Vec<RankPlacement> = vec![vec![None; spec.items().len()]; count];
         let mut bulk = c.fork();
         for (id, item) in spec.iter() {
             let c = &mut bulk;
             let group = groups.iter().position(|g| g.contains(&id)).unwrap();
-            let total = item.as_paged().unwrap().heads;
-            let cut = |c: &mut Choices| {
-                let start = c.below(u64::from(total));
-                HeadRange::new(small(start), small(c.within(start + 1, u64::from(total)))).unwrap()
-            };
-            // Intervals × classes, as many as there are ranks for.
-            let contexts: Vec<u32> = [1, 2, 4, 3]
-                .into_iter()
-                .filter(|&x| x as usize <= count && block_tokens[group].is_multiple_of(u64::from(x)))
-                .collect();
-            let context = c.pick(&contexts);
-            let block_size = block_tokens[group] / u64::from(context);
-            let interleave = |c: &mut Choices, size: u64| {
-                let divisors: Vec<u64> = (1..=size).filter(|d| size.is_multiple_of(*d)).collect();
-                small(c.pick(&divisors))
-            };
-            let deal = interleave(c, block_size);
-            let parts = small(c.within(1, u64::from(total.min(small(count as u64) / context))));
             let mut holders: Vec<usize> = (0..count).collect();
             c.shuffle(&mut holders);
-            let mut cuts: Vec<u32> = (1..total).collect();
-            c.shuffle(&mut cuts);
-            cuts.truncate(parts as usize - 1);
-            cuts.extend([0, total]);
-            cuts.sort_unstable();
+            if let Some(state) = item.as_state() {
+                let units: Vec<u32> = state.parts.iter().map(|p| p.units).collect();
+                for (rank, parts) in state_by_hand(c, &units, &holders) {
+                    ranks[rank][id.index()] = Some(Placement::state(parts));
+                }
+                continue;
+            }
+            let total = item.as_paged().unwrap().heads;
+            let grain = grain_of(&spec, &[id]);
+            // Intervals x classes, as many as there are ranks for; every rank's block holds whole values.
+            let contexts: Vec<u32> = [1, 2, 4, 3]
+                .into_iter()
+                .filter(|&x| x as usize <= count && block_tokens[group].is_multiple_of(u64::from(x) * grain))
+                .collect();
+            let context = c.pick(&contexts);
+            let interleave = |c: &mut Choices, size: u64| {
+                let fits = |d: &u64| size.is_multiple_of(*d) && d.is_multiple_of(grain);
+                let divisors: Vec<u64> = (1..=size).filter(fits).collect();
+                small(c.pick(&divisors))
+            };
+            let deal = interleave(c, block_tokens[group] / u64::from(context));
+            let parts = small(c.within(1, u64::from(total.min(small(count as u64) / context))));
             let mut holders = holders.into_iter();
-            for w in cuts.windows(2) {
+            for heads in cut_by_hand(c, total, parts) {
                 for index in 0..context {
-                    let heads = HeadRange::new(w[0], w[1]).unwrap();
                     let tokens = TokenClass::new(context, deal, index).unwrap();
                     ranks[holders.next().unwrap()][id.index()] = Some(Placement::paged(heads, tokens));
                 }
@@ -200,32 +239,45 @@ impl Draft {
                     let context = c.pick(&contexts);
                     let deal = interleave(c, block_tokens[group] / u64::from(context));
                     let tokens = TokenClass::new(context, deal, small(c.below(u64::from(context)))).unwrap();
-                    ranks[rank][id.index()] = Some(Placement::paged(cut(c), tokens));
+                    ranks[rank][id.index()] = Some(Placement::paged(any_range(c, total), tokens));
                 }
             }
         }
-        let sharing = random_sharing(c);
+        let memory = random_memory(c);
         let layout = c.fork();
         let text = format!("by hand on {count} ranks, blocks of {block_tokens:?} tokens, {ranks:?}");
-        let groups = name_groups(&groups, |g| block_tokens[g]);
-        Self { spec, ranks, groups, text, usual: None, sharing, layout }
+        let groups = name_groups(&spec, &groups, |g| block_tokens[g]);
+        Self { spec, ranks, groups, text, usual: None, memory, layout }
     }
 
-    /// Bytes of one token over all ranks.
+    /// Bytes of one token over all ranks, more or less, and of one state over all ranks.
     #[must_use]
-    pub fn bytes_per_token(&self) -> u64 {
-        let of_item = |(p, item): (&Option<Placement>, &Item)| {
-            let Some(Placement::Paged(p)) = p else { return 0 };
-            let width: u64 = item.as_paged().unwrap().components.iter().map(|x| x.width.get()).sum();
-            (u64::from(p.heads.count()) * width).div_ceil(u64::from(p.tokens.count()))
-        };
-        self.ranks.iter().flat_map(|r| r.iter().zip(self.spec.items()).map(of_item)).sum()
+    pub fn bytes(&self) -> (u64, u64) {
+        let (mut token, mut state) = (0, 0);
+        for rank in &self.ranks {
+            for (placed, item) in rank.iter().zip(self.spec.items()) {
+                match (&item.kind, placed) {
+                    (ItemKind::Paged(paged), Some(Placement::Paged(p))) => {
+                        let width: u64 = paged.components.iter().map(|x| x.width.get()).sum();
+                        token += (u64::from(p.heads.count()) * width).div_ceil(u64::from(p.tokens.count()));
+                    }
+                    (ItemKind::State(s), Some(Placement::State(p))) => {
+                        let of = |(part, units): (&kvferry_geometry::spec::StatePart, &HeadRange)| {
+                            part.width.get() * u64::from(part.rows) * u64::from(units.count())
+                        };
+                        state += s.parts.iter().zip(&p.parts).map(of).sum::<u64>();
+                    }
+                    _ => {}
+                }
+            }
+        }
+        (token, state)
     }
 
     /// Whether groups share memory, so that no block id may be used by two of them.
     #[must_use]
     pub fn shares_blocks(&self) -> bool {
-        self.sharing == Some(Sharing::Hybrid)
+        matches!(self.memory, Memory::Odd(Sharing::Hybrid) | Memory::Usual { share: true })
     }
 
     fn missing(&self, tokens: u64) -> Vec<Missing> {
@@ -244,22 +296,27 @@ impl Draft {
         let style = random_style(&mut c, self);
         let alike = !c.chance(20);
         let mut text = format!("{}; ", self.text);
-        text += &match self.sharing {
-            Some(sharing) => format!("odd layout {sharing:?}"),
-            None if alike => format!("{style:?}"),
-            None => "a style for each rank".into(),
+        text += &match self.memory {
+            Memory::Odd(sharing) => format!("odd layout {sharing:?}"),
+            Memory::Usual { .. } if alike => format!("{style:?}"),
+            Memory::Usual { share } => format!("a style for each rank, share: {share}"),
         };
+        let shuffled = c.chance(25);
         let mut ranks = Vec::new();
         for placement in &self.ranks {
-            let layout = match self.sharing {
-                Some(sharing) => {
+            let layout = match self.memory {
+                Memory::Odd(sharing) => {
                     let mut same = c.clone();
                     let c = if alike { &mut same } else { &mut c };
                     odd_layout(c, &self.spec, &self.pages(placement, blocks), sharing)
                 }
-                None => {
+                Memory::Usual { .. } => {
                     let style = if alike { style } else { random_style(&mut c, self) };
-                    self.styled(style, placement, blocks)
+                    let mut layout = self.styled(style, placement, blocks);
+                    if shuffled {
+                        shuffle_regions(&mut c, &mut layout);
+                    }
+                    layout
                 }
             };
             ranks.push(RankManifest { placement: placement.clone(), layout });
@@ -272,9 +329,10 @@ impl Draft {
         let mut pages = Vec::new();
         for (group, (info, &blocks)) in self.groups.iter().zip(blocks).enumerate() {
             for id in &info.items {
-                if let Some(Placement::Paged(p)) = &placement[id.index()] {
-                    let block_size = small(info.block_tokens.get()) / p.tokens.count();
-                    pages.push(Page { item: id.index(), group, heads: p.heads.count(), block_size, blocks });
+                if let Some(p) = &placement[id.index()] {
+                    let context = p.as_paged().map_or(1, |p| p.tokens.count());
+                    let block_tokens = small(info.block_tokens.get()) / context;
+                    pages.push(Page { item: id.index(), group, placement: p.clone(), block_tokens, blocks });
                 }
             }
         }
@@ -287,11 +345,14 @@ impl Draft {
         let mut tables: Vec<(usize, u32, u32, Vec<ItemId>)> = Vec::new();
         for page in pages {
             let id = ItemId::new(small(page.item as u64));
-            match tables.iter_mut().find(|t| (t.0, t.1) == (page.group, page.block_size)) {
+            match tables.iter_mut().find(|t| (t.0, t.1) == (page.group, page.block_tokens)) {
                 Some(table) => table.3.push(id),
-                None => tables.push((page.group, page.block_size, page.blocks, vec![id])),
+                None => tables.push((page.group, page.block_tokens, page.blocks, vec![id])),
             }
         }
+        // A group in two halves would share memory with itself.
+        let halves = (1..tables.len()).any(|i| tables[..i].iter().any(|t| t.0 == tables[i].0));
+        let style = LayoutStyle { share: style.share && !halves, ..style };
         let tables: Vec<(&[ItemId], u32, u32)> = tables.iter().map(|t| (&t.3[..], t.1, t.2)).collect();
         style.build(&self.spec, placement, &tables).expect("a style that can be written")
     }
@@ -337,14 +398,88 @@ fn random_stages(c: &mut Choices, spec: &ModelSpec, pp: u64) -> Vec<Vec<ItemId>>
     stages
 }
 
-/// Groups of items with one retention each, split further now and then, in any order.
+/// Split mostly. Values that stand for all heads of a rank are more often the same on all of them, since they could not be
+/// moved otherwise.
+fn random_rules(c: &mut Choices, item: &Item) -> Vec<HeadRule> {
+    match &item.kind {
+        ItemKind::Paged(paged) => {
+            let shared = paged.components.iter().any(|x| x.heads == ValueHeads::Shared);
+            let whole = if shared { 70 } else { 25 };
+            vec![if c.chance(whole) { HeadRule::Whole } else { HeadRule::Split }]
+        }
+        ItemKind::State(state) => {
+            let rule = |part: &kvferry_geometry::spec::StatePart| {
+                let units = part.units;
+                let divisors: Vec<u32> = (2..units).filter(|d| units.is_multiple_of(*d)).collect();
+                match c.below(10) {
+                    8 => HeadRule::Whole,
+                    6.. if !divisors.is_empty() => HeadRule::Blocks(c.pick(&divisors)),
+                    _ => HeadRule::Split,
+                }
+            };
+            state.parts.iter().map(rule).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn any_range(c: &mut Choices, total: u32) -> HeadRange {
+    let start = c.below(u64::from(total));
+    HeadRange::new(small(start), small(c.within(start + 1, u64::from(total)))).unwrap()
+}
+
+/// So many intervals that make up all heads, cut anywhere.
+fn cut_by_hand(c: &mut Choices, total: u32, parts: u32) -> Vec<HeadRange> {
+    let mut cuts: Vec<u32> = (1..total).collect();
+    c.shuffle(&mut cuts);
+    cuts.truncate(parts as usize - 1);
+    cuts.extend([0, total]);
+    cuts.sort_unstable();
+    cuts.windows(2).map(|w| HeadRange::new(w[0], w[1]).unwrap()).collect()
+}
+
+/// Every part cut in places of its own; further ranks have anything.
+fn state_by_hand(c: &mut Choices, units: &[u32], ranks: &[usize]) -> Vec<(usize, Vec<HeadRange>)> {
+    let holders = usize::try_from(c.within(1, ranks.len() as u64)).unwrap();
+    let most = small(holders as u64);
+    let mut cuts: Vec<Vec<HeadRange>> = Vec::new();
+    for &total in units {
+        let parts = small(c.within(1, u64::from(total.min(most))));
+        cuts.push(cut_by_hand(c, total, parts));
+    }
+    let mut out = Vec::new();
+    for (i, &rank) in ranks.iter().enumerate() {
+        if i < holders {
+            out.push((rank, cuts.iter().map(|cut| cut[i % cut.len()]).collect()));
+        } else if c.chance(70) {
+            out.push((rank, units.iter().map(|&total| any_range(c, total)).collect()));
+        }
+    }
+    out
+}
+
+/// The ring that the items of a group keep, if they do.
+fn ring_of(item: &Item) -> Option<u64> {
+    match item.as_paged()?.retention {
+        Retention::Ring(r) => Some(r.get()),
+        _ => None,
+    }
+}
+
+/// Groups of items that can share a table, split further now and then, in any order.
 fn random_groups(c: &mut Choices, spec: &ModelSpec) -> Vec<Vec<ItemId>> {
     let mut c = c.fork();
+    // Whether items that keep other tokens may share a table.
+    let mixed = c.chance(40);
     let mut groups: Vec<Vec<ItemId>> = Vec::new();
     for (id, item) in spec.iter() {
-        let retention = |id: ItemId| spec.get(id).unwrap().as_paged().unwrap().retention;
-        let alike: Vec<usize> =
-            (0..groups.len()).filter(|&g| retention(groups[g][0]) == item.as_paged().unwrap().retention).collect();
+        let first = |g: usize| spec.get(groups[g][0]).unwrap();
+        let fits = |g: &usize| match (first(*g).as_paged(), item.as_paged()) {
+            (Some(a), Some(b)) => ring_of(first(*g)) == ring_of(item) && (mixed || a.retention == b.retention),
+            (None, None) => true,
+            _ => false,
+        };
+        let alike: Vec<usize> = (0..groups.len()).filter(fits).collect();
         if alike.is_empty() || c.chance(25) {
             groups.push(vec![id]);
         } else {
@@ -356,43 +491,65 @@ fn random_groups(c: &mut Choices, spec: &ModelSpec) -> Vec<Vec<ItemId>> {
     groups
 }
 
-fn name_groups(groups: &[Vec<ItemId>], block_tokens: impl Fn(usize) -> u64) -> Vec<CacheGroup> {
-    let group = |(i, items): (usize, &Vec<ItemId>)| CacheGroup {
-        name: Name::new(&format!("group {i}")),
-        items: items.clone(),
-        block_tokens: Tokens::new(block_tokens(i)),
+fn name_groups(spec: &ModelSpec, groups: &[Vec<ItemId>], block_tokens: impl Fn(usize) -> u64) -> Vec<CacheGroup> {
+    let group = |(i, items): (usize, &Vec<ItemId>)| {
+        let states = spec.get(items[0]).unwrap().as_state().is_some();
+        CacheGroup {
+            name: Name::new(&format!("group {i}")),
+            items: items.clone(),
+            block_tokens: Tokens::new(if states { 0 } else { block_tokens(i) }),
+        }
     };
     groups.iter().enumerate().map(group).collect()
 }
 
-/// A multiple of the interleave, mostly up to 24.
-fn random_block_size(c: &mut Choices, interleave: u32) -> u32 {
-    let most = (24 / interleave).max(1);
-    let usual: Vec<u32> =
-        [4, 8, 16, 2, 1, 6, 12, 24].into_iter().filter(|b| b % interleave == 0 && b / interleave <= most).collect();
-    if usual.is_empty() || c.chance(40) { interleave * small(c.within(1, u64::from(most))) } else { c.pick(&usual) }
+pub(crate) fn lcm(a: u64, b: u64) -> u64 {
+    (1..=b).map(|k| a * k).find(|m| m % b == 0).unwrap()
 }
 
-fn random_sharing(c: &mut Choices) -> Option<Sharing> {
+/// Tokens of which every block of some items holds a multiple.
+pub(crate) fn grain_of(spec: &ModelSpec, items: &[ItemId]) -> u64 {
+    let paged = items.iter().filter_map(|i| spec.get(*i)?.as_paged());
+    paged.flat_map(|p| p.components.iter().map(|x| p.tokens_per_value(x))).fold(1, lcm)
+}
+
+/// The block sizes up to 24 tokens or so that a rank's views of a group can have.
+fn block_sizes_of(spec: &ModelSpec, group: &[ItemId], sizes: ParallelSizes) -> Vec<u32> {
+    let dealt = if sizes.context() == 1 { 1 } else { sizes.interleave };
+    let step = small(lcm(u64::from(dealt), grain_of(spec, group)));
+    let ring = group.iter().find_map(|i| ring_of(spec.get(*i)?));
+    let whole = |b: &u32| ring.is_none_or(|r| r.is_multiple_of(u64::from(b * sizes.context())));
+    (1..=(36 / step).max(1)).map(|k| k * step).filter(whole).collect()
+}
+
+fn random_memory(c: &mut Choices) -> Memory {
     match c.below(10) {
-        0..=4 => None,
-        5 => Some(Sharing::Apart),
-        6 => Some(Sharing::Behind),
-        7 => Some(Sharing::Rows),
-        _ => Some(Sharing::Hybrid),
+        0..=3 => Memory::Usual { share: false },
+        4 => Memory::Usual { share: true },
+        5 => Memory::Odd(Sharing::Apart),
+        6 => Memory::Odd(Sharing::Behind),
+        7 => Memory::Odd(Sharing::Rows),
+        _ => Memory::Odd(Sharing::Hybrid),
     }
 }
 
 fn random_style(c: &mut Choices, draft: &Draft) -> LayoutStyle {
+    let share = draft.memory == Memory::Usual { share: true };
     let order = c.pick(&[TokenOrder::HeadsOuter, TokenOrder::TokensOuter]);
-    let components = c.pick(&[ComponentOrder::Packed, ComponentOrder::InBlock, ComponentOrder::Planes]);
+    let all = [ComponentOrder::Packed, ComponentOrder::InBlock, ComponentOrder::Planes];
+    let components = c.pick(if share { &all[..2] } else { &all });
     let rows =
         if components == ComponentOrder::Planes { Rows::PerItem } else { c.pick(&[Rows::PerItem, Rows::Packed]) };
     let padding = Bytes::new(if c.chance(25) { c.within(1, 9) } else { 0 });
-    // A kernel block divides the block size of every rank and item.
-    let sizes: BTreeSet<u32> =
-        draft.ranks.iter().flat_map(|r| draft.pages(r, &vec![1; draft.groups.len()])).map(|p| p.block_size).collect();
-    let common: Vec<u32> = (1..=24).filter(|k| sizes.iter().all(|s| s % k == 0)).collect();
-    let kernel_block = if c.chance(35) { Some(c.pick(&common)) } else { None };
-    LayoutStyle { order, components, rows, padding, kernel_block, ..LayoutStyle::HND }
+    // A kernel block divides the block size of every rank and item, and holds whole values.
+    let pages = || draft.ranks.iter().flat_map(|r| draft.pages(r, &vec![1; draft.groups.len()]));
+    let sizes: BTreeSet<u32> = pages().map(|p| p.block_tokens).filter(|&b| b > 0).collect();
+    let items: Vec<ItemId> = draft.spec.iter().map(|(id, _)| id).collect();
+    let grain = small(grain_of(&draft.spec, &items));
+    let fits = |k: &u32| k % grain == 0 && sizes.iter().all(|s| s % k == 0);
+    let common: Vec<u32> = (1..=24).filter(fits).collect();
+    let kernel_block = if c.chance(35) && !common.is_empty() { Some(c.pick(&common)) } else { None };
+    let state_order = c.pick(&[StateOrder::UnitsOuter, StateOrder::RowsOuter]);
+    let scratch_rows = if c.chance(30) { small(c.within(1, 2)) } else { 0 };
+    LayoutStyle { order, components, rows, share, padding, kernel_block, state_order, scratch_rows }
 }

@@ -10,14 +10,15 @@
 mod case;
 mod choices;
 mod engine;
+mod features;
 mod model;
 mod odd_layout;
 mod runner;
 
-pub use case::{Case, Outcome, Plan};
+pub use case::{Case, Plan};
 pub use choices::Choices;
 pub use engine::{Draft, Engine, Kin, RefusedDraft};
-pub use model::random_items;
+pub use model::{Model, random_model};
 pub use runner::{cases, check_cases, run_case, sample, seed};
 
 /// A number that is known to be small.
