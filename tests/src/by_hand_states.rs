@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvferry_geometry::compat::{CompatOptions, Compatible};
 use kvferry_geometry::layout::LayoutStyle;
@@ -14,9 +15,14 @@ use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::placement::{HeadRule, Parallelism, PcpMode, Placement, RankPlacement, TokenClass};
 use kvferry_geometry::request::{Checkpoint, DstGroup, DstState, Request, SrcGroup, SrcState};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention, StateItem, StatePart};
-use kvferry_geometry::units::{BlockId, GroupId, ItemId, Name, Tokens};
+use kvferry_geometry::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
+use kvferry_proto::lease::{Bound, Consumer, Offer, Offered, first_attempt};
+use kvferry_proto::names::{ContentKey, EngineId, Epoch, LeaseId};
+use kvferry_proto::peer::BindAnswer;
+use kvferry_proto::rank::{RankReport, SourceReport};
+use kvferry_proto::request::{Granted, Step, Wanted};
 
-use crate::by_hand::{holds, table, wants};
+use crate::by_hand::{Pair, holds, table, wants};
 
 /// An MLA latent of DeepSeek: 512 values and 64 of rope, of 2 bytes.
 pub const LATENT: u64 = 1152;
@@ -401,4 +407,48 @@ pub fn try_prove(src: &Arc<Manifest>, dst: &Arc<Manifest>, ask: Ask) -> Result<P
     let (verdict, descriptors) = (outcome.verdict, outcome.expansion.descriptors);
     let pairs = peers.pairs().iter().map(|p| (p.src().get(), p.dst().get())).collect();
     Ok(Proof { moved: verdict.moved, zeroed: verdict.zeroed, descriptors, pairs })
+}
+
+/// A lease at its producer and at its consumer, bound: the owners' machines, ready for ranks to read.
+#[derive(Clone, Debug)]
+pub struct Leased {
+    /// The consumer.
+    pub consumer: Consumer,
+    /// At the producer.
+    pub bound: Bound,
+    /// At the consumer.
+    pub granted: Granted,
+}
+
+/// Offers some groups under a lease, and binds it.
+///
+/// # Panics
+/// Where the machines refuse.
+#[must_use]
+pub fn leased(pair: &Pair, lease: u128, groups: Vec<SrcGroup>) -> Leased {
+    let id = |name: &str| EngineId::new(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let fence = first_attempt(id("prefill"), Epoch::new(7), LeaseId::new(lease));
+    let key = ContentKey::from_bytes([1; 32]);
+    let offered = Offered::new(fence.clone(), Offer { groups, content_key: key });
+    let (asking, bind) = Wanted::new(fence, key).ask(0, pair.peers.digest());
+    let consumer = Consumer { engine: id("decode"), epoch: Epoch::new(9) };
+    let bound = offered.bind(&bind, consumer.clone(), pair.peers.digest());
+    let (bound, grant) = bound.unwrap_or_else(|(_, why)| panic!("not lent: {why}"));
+    let Step::Next(Ok(granted)) = asking.on_answer(BindAnswer::Bound(grant)) else { panic!("not granted") };
+    Leased { consumer, bound, granted }
+}
+
+/// What a destination rank tells of its share, when it has read all its sources.
+#[must_use]
+pub fn has_read(pair: &Pair, dst: u32) -> RankReport {
+    let source = |src: u32| SourceReport {
+        src: RankId::new(src),
+        bytes: Bytes::new(1),
+        rows: 1,
+        descriptors_before: 1,
+        descriptors_after: 1,
+        took: Duration::ZERO,
+    };
+    let sources = pair.sources(dst).into_iter().map(source).collect();
+    RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, took: Duration::ZERO }
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use kvferry_geometry::placement::PcpMode;
-use kvferry_geometry::request::{BoundRequest, Request, RequestError};
+use kvferry_geometry::request::{BoundRequest, Request, RequestError, SrcPaged, Tail};
 use kvferry_geometry::units::Tokens;
 use kvferry_tests::by_hand::{Engine, Pair, holds, kv, latent, pieces, request, table, tokens, wants};
 use kvferry_tests::over_mem::World;
@@ -110,7 +110,7 @@ fn dcp_04_shards_meet_in_one_table_and_the_padding_is_zeroed() {
     let pair = Pair::new(&mla(2, 2), &mla(1, 1));
     let request = |held: u64| {
         let mut request = request(80, &[0, 1, 2], &[10, 11, 12, 13, 14, 15]);
-        request.src[0].held = tokens(0, held);
+        request.src[0] = SrcPaged { table: table(&[0, 1, 2]), held: tokens(0, held), tail: Tail::Exact }.into();
         request
     };
     let bound = pair.bind(request(80));

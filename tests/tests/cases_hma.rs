@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 
 use kvferry_geometry::layout::{LayoutStyle, PagedView, View};
 use kvferry_geometry::manifest::RankManifest;
-use kvferry_geometry::request::{BoundRequest, Request, RequestError};
+use kvferry_geometry::request::{BoundRequest, Checkpoint, DstState, Request, RequestError, SrcPaged, SrcState, Tail};
 use kvferry_geometry::spec::{Item, Retention};
-use kvferry_geometry::units::{RegionId, Tokens};
+use kvferry_geometry::units::{BlockId, RankId, RegionId, Tokens};
 use kvferry_tests::by_hand::{Engine, Pair, holds, kv, latent, table, table_at, tokens, wants, windowed};
+use kvferry_tests::by_hand_states::{Shape, falcon, gqa};
 use kvferry_tests::over_mem::World;
 
 /// 34 layers: 29 with a window of 256 tokens in six groups of 5, 5, 5, 5, 5, 4, and 5 that keep everything.
@@ -126,9 +127,8 @@ fn hma_02_placeholders_of_blocks_left_behind_are_not_read() {
     // Positions 0 to 2 are behind the window; their entries are placeholders.
     let pair = windowed_mla(384);
     let request = |n: u64, held: u64| {
-        let mut src = holds(n, table(&[0, 0, 0, 5, 6, 7]));
-        src.held = tokens(held, n);
-        Request { tokens: Tokens::new(n), src: vec![src], dst: vec![wants(0, table_at(3, &[9, 20, 31]))] }
+        let src = SrcPaged { table: table(&[0, 0, 0, 5, 6, 7]), held: tokens(held, n), tail: Tail::Exact };
+        Request { tokens: Tokens::new(n), src: vec![src.into()], dst: vec![wants(0, table_at(3, &[9, 20, 31]))] }
     };
     let bound = pair.bind(request(768, 384));
     for rank in 0..2 {
@@ -172,4 +172,100 @@ fn hma_04_shared_memory_is_registered_once_and_serves_every_group() {
     world.zero(&pair, &bound);
     assert_eq!(world.dst_memory(), pair.deliver(&bound, 0xEE));
     assert_eq!(world.dst_memory()[0].len(), 5);
+}
+
+#[test]
+fn hma_01_items_of_one_group_keep_what_they_keep() {
+    // One table serves layers that keep everything and layers with a window.
+    let items = || vec![kv("full", 1, 2), windowed("window", 1, 2, Retention::Window(Tokens::new(64)))];
+    let engine = |block| Engine::new(items(), 1).blocks(block, 32);
+    let pair = Pair::new(&engine(16), &engine(16));
+    let ids: Vec<u32> = (1..=13).rev().collect();
+    let bound = pair.bind(Request {
+        tokens: Tokens::new(200),
+        src: vec![holds(200, table(&ids))],
+        dst: vec![wants(0, table(&ids))],
+    });
+    let ranges: BTreeSet<(u64, u64)> =
+        bound.moves().iter().map(|m| (m.range.start().get(), m.range.end().get())).collect();
+    assert_eq!(ranges, BTreeSet::from([(0, 200), (137, 200)]));
+    let all = pair.descriptors(0, 0, &bound);
+    let bytes = |region| all.iter().filter(|d| d.dst_region.get() == region).map(|d| d.len).sum::<u64>();
+    assert_eq!((bytes(0), bytes(1)), (200 * 4, 63 * 4));
+    // A producer that has freed what is behind the window has freed it for all layers of the group: told, not guessed.
+    let freed = SrcPaged { table: table(&ids), held: tokens(137, 200), tail: Tail::Exact };
+    let refused = BoundRequest::new(
+        &pair.compatible,
+        Request { tokens: Tokens::new(200), src: vec![freed.into()], dst: vec![wants(0, table(&ids))] },
+    );
+    let refused = refused.expect_err("the full layer needs all").0;
+    assert!(
+        matches!(refused.as_slice(), [RequestError::NotHeld { need, held, .. }]
+            if *need == tokens(0, 200) && *held == tokens(137, 200)),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn hma_01_chunks_and_rings_move_what_is_still_read() {
+    let chunk = || Engine::new(vec![windowed("a", 1, 2, Retention::Chunk(Tokens::new(64)))], 1).blocks(16, 32);
+    let pair = Pair::new(&chunk(), &chunk());
+    let ids: Vec<u32> = (1..=13).rev().collect();
+    let ask =
+        |n: u64| Request { tokens: Tokens::new(n), src: vec![holds(n, table(&ids))], dst: vec![wants(0, table(&ids))] };
+    // The chunk that token 200 is in starts at 192; a prompt that ends with its chunk needs nothing.
+    assert_eq!(pair.bind(ask(200)).moves()[0].range, tokens(192, 200));
+    assert!(pair.bind(ask(192)).is_full_hit());
+
+    // A ring of 128 tokens: token t is in ring block t / 16 mod 8 at the producer, t / 32 mod 4 at the consumer.
+    let ring = |block, blocks| {
+        Engine::new(vec![windowed("a", 1, 2, Retention::Ring(Tokens::new(128)))], 1).blocks(block, blocks)
+    };
+    let pair = Pair::new(&ring(16, 9), &ring(32, 5));
+    let (src, dst) = ([8, 3, 5, 1, 7, 2, 6, 4], [4, 2, 3, 1]);
+    let bound = pair.bind(Request {
+        tokens: Tokens::new(200),
+        src: vec![holds(200, table(&src))],
+        dst: vec![wants(0, table(&dst))],
+    });
+    assert_eq!(bound.moves()[0].range, tokens(72, 200));
+    let place = |ids: &[u32], block: u64, t: u64| {
+        let at = usize::try_from(t / block).expect("few") % ids.len();
+        u64::from(ids[at]) * block + t % block
+    };
+    let mut expected: Vec<(u64, u64)> = (72..200).map(|t| (place(&src, 16, t), place(&dst, 32, t))).collect();
+    expected.sort_unstable_by_key(|p| p.1);
+    assert_eq!(kvferry_tests::by_hand::pieces(&pair.runs(0, 0, &bound), 4), expected);
+    assert!(pair.zeroed(0, &bound).is_empty(), "what follows in the ring is older, not empty");
+}
+
+/// Two layers of attention and two of states whose pages and slots are blocks of one pool.
+fn pool() -> Pair {
+    let items = vec![gqa("attn.0", 2), falcon("mixer.0"), gqa("attn.1", 2), falcon("mixer.1")];
+    let groups: [(&[&str], u32, u32); 2] = [(&["attn.0", "attn.1"], 16, 12), (&["mixer.1", "mixer.0"], 0, 12)];
+    let style = LayoutStyle { share: true, ..LayoutStyle::HND };
+    let engine = Shape::new(items, 1).groups(&groups).style(style);
+    Pair::of(engine.manifest(), engine.manifest())
+}
+
+#[test]
+fn hma_04_pages_and_states_of_one_pool_are_kept_apart() {
+    let pair = pool();
+    assert_eq!(pair.compatible.dst().region_lens(RankId::ZERO).len(), 2, "two tensors for four layers");
+    let slot = |id| Checkpoint { position: Tokens::new(40), slot: BlockId::new(id) };
+    let ask = |blocks: &[u32], to: u32| Request {
+        tokens: Tokens::new(40),
+        src: vec![holds(40, table(&[3, 9, 1])), SrcState { checkpoints: vec![slot(7)] }.into()],
+        dst: vec![wants(0, table(blocks)), DstState { slot: Some(BlockId::new(to)), more: Vec::new() }.into()],
+    };
+    let bound = pair.bind(ask(&[5, 6, 8], 2));
+    let mut world = World::new(&pair, 0xEE);
+    assert!(world.pull(&pair, &bound).is_done());
+    world.zero(&pair, &bound);
+    assert!(world.dst_memory() == pair.deliver(&bound, 0xEE));
+    // A slot that is a page of the same request would be overwritten by it.
+    let refused = BoundRequest::new(&pair.compatible, ask(&[5, 6, 2], 2)).expect_err("block 2 twice").0;
+    let [RequestError::SharedBytes { first, second, a, b }] = refused.as_slice() else { panic!("{refused:?}") };
+    assert_ne!(first, second);
+    assert_eq!((a.get(), b.get()), (2, 2));
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvferry_geometry::compat::{Compatible, Mismatch};
 use kvferry_geometry::spec::{Item, ModelSpec, SpecError};
 use kvferry_tests::by_hand::{Engine, Pair, kv, request};
+use kvferry_tests::by_hand_states::{Ask, Shape, falcon, prove};
 
 fn layers(numbers: &[u32]) -> Vec<Item> {
     numbers.iter().map(|n| kv(&format!("layer.{n}"), 1, 2)).collect()
@@ -43,6 +44,21 @@ fn pp_01_a_stage_without_attention_is_legal() {
     let pair = Pair::new(&source, &Engine::new(all(), 1));
     assert_eq!(pair.sources(0), [0, 2]);
     assert_eq!(pair.consumer_counts(), [1, 0, 1]);
+}
+
+#[test]
+fn pp_01_a_stage_of_states_only_is_legal() {
+    // Four layers, states in 0, 2 and 3; the second stage has no attention.
+    let items = || vec![falcon("layer.0"), kv("layer.1", 1, 2), falcon("layer.2"), falcon("layer.3")];
+    let source = Shape::new(items(), 1).stages(&[&["layer.0", "layer.1"], &["layer.2", "layer.3"]]);
+    let whole = Shape::new(items(), 1);
+    for (src, dst) in [(&source, &whole), (&whole, &source), (&source, &source)] {
+        let proof = prove(&src.manifest(), &dst.manifest(), Ask::of(20));
+        let state = whole.manifest().spec().bytes_per_state().get();
+        assert_eq!(proof.moved, 20 * 4 + state);
+    }
+    let proof = prove(&source.manifest(), &whole.manifest(), Ask::of(20));
+    assert_eq!(proof.pairs, [(0, 0), (1, 0)]);
 }
 
 #[test]
