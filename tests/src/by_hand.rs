@@ -35,7 +35,7 @@ pub fn windowed(name: &str, heads: u32, width: u64, retention: Retention) -> Ite
 #[must_use]
 pub fn latent(name: &str, width: u64) -> Item {
     let components = vec![Component::new("latent", width, "bf16")];
-    Item::paged(name, PagedItem { heads: 1, components, retention: Retention::Full })
+    Item::paged(name, PagedItem::new(1, components))
 }
 
 /// An engine about to become a manifest. Starts with one group of all items, blocks of 16 tokens, 64 blocks, HND.
@@ -166,6 +166,7 @@ pub fn owner(id: &str, epoch: u128, cache: &Manifest) -> LocalSide {
         identity: ModelIdentity::new("model@revision").unwrap_or_else(|e| panic!("{e}")),
         check: IdentityCheck::Required,
         manifest: Arc::new(manifest.unwrap_or_else(|e| panic!("{e}"))),
+        stripe: false,
     }
 }
 
