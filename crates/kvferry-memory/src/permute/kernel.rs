@@ -49,7 +49,7 @@ impl Runs {
         unsafe {
             match self.run {
                 1 => self.fixed::<1>(),
-                2 if transpose::shorts(self) => {}
+                2 if transpose::shorts(self, stream) => {}
                 2 => self.fixed::<2>(),
                 4 if transpose::words(self) => {}
                 4 => self.fixed::<4>(),

@@ -15,7 +15,7 @@ use super::kernel::Runs;
 /// # Safety
 /// As for [`Runs::copy`]; the run must be 2 bytes.
 #[cfg(not(target_arch = "x86_64"))]
-pub(super) unsafe fn shorts(_: &Runs) -> bool {
+pub(super) unsafe fn shorts(_: &Runs, _stream: bool) -> bool {
     false
 }
 
@@ -57,15 +57,19 @@ mod x86_64 {
     ///
     /// # Safety
     /// As for [`Runs::copy`]; the run must be 2 bytes.
-    pub(in super::super) unsafe fn shorts(runs: &Runs) -> bool {
+    pub(in super::super) unsafe fn shorts(runs: &Runs, stream: bool) -> bool {
         let Some(m) = Matrix::<2>::of(runs) else { return false };
+        let stream = stream && m.dst.addr().is_multiple_of(16);
         // SAFETY: the caller's promise; each function's own demand is the guard before it.
         unsafe {
             match (m.a, m.b) {
                 (2..=4, 9..) if m.src_stride + 2 * m.a >= 8 => m.split(),
-                (9.., 2) if m.dst_stride == 4 => m.join::<2>(),
-                (9.., 3) if m.dst_stride == 6 => m.join::<3>(),
-                (9.., 4) if m.dst_stride == 8 => m.join::<4>(),
+                (9.., 2) if m.dst_stride == 4 && stream => m.join::<2, true>(),
+                (9.., 3) if m.dst_stride == 6 && stream => m.join::<3, true>(),
+                (9.., 4) if m.dst_stride == 8 && stream => m.join::<4, true>(),
+                (9.., 2) if m.dst_stride == 4 => m.join::<2, false>(),
+                (9.., 3) if m.dst_stride == 6 => m.join::<3, false>(),
+                (9.., 4) if m.dst_stride == 8 => m.join::<4, false>(),
                 (8.., 8..) => m.blocks(turn_shorts),
                 _ => return false,
             }
@@ -191,8 +195,8 @@ mod x86_64 {
         /// `K` rows of the source become `K` elements side by side, without gaps.
         ///
         /// # Safety
-        /// The runs' promise; `b` must be `K`, two to four, and `dst_stride` `2 * K`.
-        unsafe fn join<const K: usize>(&self) {
+        /// The runs' promise; `b` must be `K`, two to four, and `dst_stride` `2 * K`; with `STREAM`, `dst` aligned to 16 bytes.
+        unsafe fn join<const K: usize, const STREAM: bool>(&self) {
             let blocks = self.a / 8;
             for a in (0..blocks * 8).step_by(8) {
                 // SAFETY: the loads are eight elements of one row of the source; the stores are the `8 * K` elements of eight
@@ -203,8 +207,8 @@ mod x86_64 {
                     let out = self.to(a, 0).cast::<__m128i>();
                     let (lo, hi) = (_mm_unpacklo_epi16(r0, r1), _mm_unpackhi_epi16(r0, r1));
                     if K == 2 {
-                        _mm_storeu_si128(out, lo);
-                        _mm_storeu_si128(out.add(1), hi);
+                        put::<STREAM>(out, lo);
+                        put::<STREAM>(out.add(1), hi);
                         continue;
                     }
                     let (lo2, hi2) = (_mm_unpacklo_epi16(r2, r3), _mm_unpackhi_epi16(r2, r3));
@@ -217,18 +221,28 @@ mod x86_64 {
                     ];
                     if K == 4 {
                         for (i, two) in twos.into_iter().enumerate() {
-                            _mm_storeu_si128(out.add(i), two);
+                            put::<STREAM>(out.add(i), two);
                         }
                         continue;
                     }
                     let [x0, x1, x2, x3] = twos.map(close_gaps);
-                    _mm_storeu_si128(out, _mm_or_si128(x0, _mm_slli_si128::<12>(x1)));
-                    _mm_storeu_si128(out.add(1), _mm_or_si128(_mm_srli_si128::<4>(x1), _mm_slli_si128::<8>(x2)));
-                    _mm_storeu_si128(out.add(2), _mm_or_si128(_mm_srli_si128::<8>(x2), _mm_slli_si128::<4>(x3)));
+                    put::<STREAM>(out, _mm_or_si128(x0, _mm_slli_si128::<12>(x1)));
+                    put::<STREAM>(out.add(1), _mm_or_si128(_mm_srli_si128::<4>(x1), _mm_slli_si128::<8>(x2)));
+                    put::<STREAM>(out.add(2), _mm_or_si128(_mm_srli_si128::<8>(x2), _mm_slli_si128::<4>(x3)));
                 }
             }
             // SAFETY: the caller's promise.
             unsafe { self.rest(blocks * 8..self.a, 0..self.b) };
+        }
+    }
+
+    /// # Safety
+    /// `to` must be writable; with `STREAM`, aligned.
+    #[inline]
+    unsafe fn put<const STREAM: bool>(to: *mut __m128i, v: __m128i) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if STREAM && cfg!(not(miri)) { std::arch::x86_64::_mm_stream_si128(to, v) } else { _mm_storeu_si128(to, v) }
         }
     }
 
