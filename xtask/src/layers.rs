@@ -27,13 +27,18 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-session", &["kvferry-geometry", "kvferry-proto", "kvferry-transport", "kvferry-memory"]),
     ("kvferry", &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
     // Applications take the facade and the backends they want.
-    ("xtask", &[GEOMETRY, MODELS, "kvferry-transport", "kvferry-memory", "kvferry-shm", "kvferry-session", "kvferry"]),
+    (
+        "xtask",
+        &[GEOMETRY, MODELS, "kvferry-transport", "kvferry-memory", "kvferry-shm", "kvferry-session", "kvferry", GOLDEN],
+    ),
     ("kvferry-oracle", &["kvferry-geometry"]),
+    (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
     ("kvferry-tests", EVERYTHING),
     ("kvferry-benches", EVERYTHING),
 ];
 const GEOMETRY: &str = "kvferry-geometry";
 const MODELS: &str = "kvferry-models";
+const GOLDEN: &str = "kvferry-golden";
 const EVERYTHING: &[&str] = &[
     GEOMETRY,
     MODELS,
@@ -44,6 +49,7 @@ const EVERYTHING: &[&str] = &[
     "kvferry-session",
     "kvferry",
     "kvferry-oracle",
+    GOLDEN,
 ];
 
 /// Libraries of others that only the listed crates may depend on, and why. What isn't listed is free.
@@ -54,7 +60,8 @@ const ONLY: &[(&str, &[&str], &str)] = &[
     ("serde_json", SERDE, "domain types are not serialisable; the wire has types of its own"),
     ("postcard", &["kvferry-proto"], "the wire format is proto's"),
 ];
-const SERDE: &[&str] = &["kvferry-models", "kvferry-proto", "kvferry", "xtask", "kvferry-tests", "kvferry-benches"];
+const SERDE: &[&str] =
+    &["kvferry-models", "kvferry-proto", "kvferry", "xtask", GOLDEN, "kvferry-tests", "kvferry-benches"];
 
 /// Dependencies by package name: who is in the workspace, and what each package needs to be built and run.
 #[derive(Debug, Default)]

@@ -10,6 +10,7 @@ use clap::Parser;
 
 mod check;
 mod demo;
+mod golden;
 mod layers;
 mod lint;
 mod mutants;
@@ -37,6 +38,8 @@ enum Command {
     Check(check::Args),
     /// Print what would move from engine P to engine D for one request
     Plan(plan::Args),
+    /// Hold recorded transfers of another connector against our plans
+    Golden(golden::Args),
 }
 
 fn main() -> ExitCode {
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Mutants(args) => mutants::run(args),
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Golden(args) => golden::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
