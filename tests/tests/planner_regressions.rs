@@ -9,12 +9,10 @@ use kvferry_geometry::layout::{LayoutStyle, StyleError};
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::placement::{HeadRule, Parallelism};
-use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, RequestError, SrcPaged, Tail};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
-use kvferry_geometry::units::{BlockId, Bytes, ItemId, RankId, RegionId, TokenRange, Tokens};
-use kvferry_geometry::zero::ZeroPlan;
-use kvferry_oracle::{DstTable, Execution, SrcTable, Table, Transfer, Verdict};
+use kvferry_geometry::units::{BlockId, Bytes, ItemId, RegionId, TokenRange, Tokens};
+use kvferry_oracle::{Verdict, prove};
 
 fn spec(items: u32, heads: u32) -> ModelSpec {
     let paged = || PagedItem::new(heads, vec![Component::new("k", 2, "u16")]);
@@ -23,7 +21,7 @@ fn spec(items: u32, heads: u32) -> ModelSpec {
 
 /// One rank with everything; groups are (items, block size).
 fn engine(spec: &ModelSpec, style: LayoutStyle, groups: &[(&[u32], u32)], blocks: u32) -> Arc<Manifest> {
-    let placement = Parallelism::tensor(spec, 1).place(spec, |_| HeadRule::Split).unwrap().remove(0);
+    let placement = Parallelism::tensor(spec, 1).place(spec, |_, _| HeadRule::Split).unwrap().remove(0);
     let items: Vec<Vec<ItemId>> = groups.iter().map(|g| g.0.iter().map(|&i| ItemId::new(i)).collect()).collect();
     let tables: Vec<(&[ItemId], u32, u32)> = items.iter().zip(groups).map(|(i, g)| (&i[..], g.1, blocks)).collect();
     let layout = style.build(spec, &placement, &tables).unwrap();
@@ -35,16 +33,14 @@ fn engine(spec: &ModelSpec, style: LayoutStyle, groups: &[(&[u32], u32)], blocks
     Arc::new(Manifest::new(spec.clone(), named, vec![RankManifest { placement, layout }]).unwrap())
 }
 
-/// Moves and zeroes all that rank 0 needs from rank 0; tables are in order from block 0.
+/// Moves and zeroes all that is needed; tables are in order from block 0.
 fn transfer(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64, tails: &[Tail], room: u32) -> Verdict {
-    let both = Compatible::new(src.clone(), dst.clone()).unwrap();
-    let peers = PeerMap::new(&both, 0).unwrap();
     let length =
         |m: &Manifest, group: usize| u32::try_from(tokens.div_ceil(m.groups()[group].block_tokens.get())).unwrap();
-    let held = |group: usize| SrcGroup {
-        table: BlockTable::contiguous(0, BlockId::ZERO, length(src, group)),
-        held: TokenRange::new(Tokens::ZERO, Tokens::new(tokens)),
-        tail: tails[group],
+    let held = |group: usize| {
+        let table = BlockTable::contiguous(0, BlockId::ZERO, length(src, group));
+        let held = TokenRange::new(Tokens::ZERO, Tokens::new(tokens));
+        SrcPaged { table, held, tail: tails[group] }.into()
     };
     let room = |_| DstPaged { table: BlockTable::contiguous(0, BlockId::ZERO, room), cached: Tokens::ZERO }.into();
     let request = Request {
@@ -52,26 +48,14 @@ fn transfer(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64, tails: &[Tail
         src: (0..src.groups().len()).map(held).collect(),
         dst: (0..dst.groups().len()).map(room).collect(),
     };
-    let table = |t: &BlockTable| Table { first: t.first_position(), blocks: t.iter().map(BlockId::get).collect() };
-    let truth = Transfer {
-        src,
-        dst,
-        tokens,
-        src_tables: request
-            .src
-            .iter()
-            .map(|g| SrcTable { table: table(&g.table), held: 0..tokens, frozen: g.tail == Tail::Frozen })
-            .collect(),
-        dst_tables: request.dst.iter().map(|g| DstTable { table: table(&g.table), cached: 0 }).collect(),
-    };
-    let bound = BoundRequest::new(&both, request).unwrap();
-    let mut run = Execution::new(&truth).unwrap();
-    let rank = RankId::ZERO;
-    run.run(rank, rank, &PairPlan::new(&both, &peers, rank, rank).unwrap().resolve(&bound).unwrap()).unwrap();
-    for zero in ZeroPlan::new(dst, rank).unwrap().resolve(&bound).unwrap().ranges() {
-        run.zero(rank, zero.region, zero.offset, zero.len).unwrap();
-    }
-    run.finish().unwrap()
+    proven(src, dst, &request)
+}
+
+/// What the oracle counts of a request that must be right.
+fn proven(src: &Arc<Manifest>, dst: &Arc<Manifest>, request: &Request) -> Verdict {
+    let both = Compatible::new(src.clone(), dst.clone()).unwrap();
+    let peers = PeerMap::new(&both, 0).unwrap();
+    prove(&both, &peers, request).unwrap().verdict
 }
 
 /// A whole HND block is one run, but its tokens are not: the heads lie between them.
@@ -158,4 +142,68 @@ fn what_is_needed_lies_in_the_sequence_whatever_the_window() {
             assert_eq!(need.len().get(), w.saturating_sub(1).min(n), "window {w} at {n}");
         }
     }
+}
+
+/// One item in one group, of one component for each token and one with values for `span` entries.
+fn scaled(retention: Retention, tokens_per_entry: u32, span: u32, block: u32) -> Arc<Manifest> {
+    let scale = Component::new("k.scale", 4, "f32").with_span(span);
+    let item =
+        PagedItem { retention, tokens_per_entry, ..PagedItem::new(1, vec![Component::new("k", 2, "u16"), scale]) };
+    let spec = ModelSpec::new(vec![Item::paged("a", item)]).unwrap();
+    engine(&spec, LayoutStyle::HND, &[(&[0], block)], 64)
+}
+
+/// Nothing is needed, so no value is either: `[1, 1)` is in the middle of one.
+#[test]
+fn a_value_of_several_entries_stays_where_no_token_moves() {
+    let window = || scaled(Retention::Window(Tokens::new(1)), 1, 2, 2);
+    assert_eq!(transfer(&window(), &window(), 1, &[Tail::Exact], 1).moved, 0);
+}
+
+/// Token 248 is needed, but the entry that it begins isn't complete; the value's older entry is no longer needed.
+#[test]
+fn a_value_stays_where_none_of_its_entries_moves() {
+    let window = || scaled(Retention::Window(Tokens::new(2)), 2, 3, 36);
+    assert_eq!(transfer(&window(), &window(), 249, &[Tail::Exact], 7).moved, 0);
+}
+
+/// Of the first value's entries only one is complete.
+#[test]
+fn a_value_moves_with_its_first_entry() {
+    let engine = || scaled(Retention::Full, 2, 3, 36);
+    assert_eq!(transfer(&engine(), &engine(), 1, &[Tail::Exact], 1).moved, 0);
+    assert_eq!(transfer(&engine(), &engine(), 3, &[Tail::Exact], 1).moved, 2 + 4);
+}
+
+/// Items of one group that keep other tokens: what the one doesn't need hides no zeros of the other, and isn't zeroed.
+#[test]
+fn zeros_follow_the_items_that_move() {
+    let k = || PagedItem::new(1, vec![Component::new("k", 2, "u16")]);
+    let window = PagedItem { retention: Retention::Window(Tokens::new(1)), ..k() };
+    let spec = ModelSpec::new(vec![Item::paged("window", window), Item::paged("full", k())]).unwrap();
+    let engine = || engine(&spec, LayoutStyle::HND, &[(&[0, 1], 4)], 8);
+    let seen = transfer(&engine(), &engine(), 5, &[Tail::Exact], 2);
+    assert_eq!((seen.moved, seen.zeroed), (5 * 2, 3 * 2));
+}
+
+/// A hit must be whole in values of every span, not of the longest only.
+#[test]
+fn a_hit_that_cuts_the_shorter_of_two_spans_is_refused() {
+    let scale = |name: &str, span| Component::new(name, 4, "f32").with_span(span);
+    let components = vec![Component::new("k", 2, "u16"), scale("four", 4), scale("six", 6)];
+    let spec = ModelSpec::new(vec![Item::paged("a", PagedItem::new(1, components))]).unwrap();
+    let engine = || engine(&spec, LayoutStyle::HND, &[(&[0], 12)], 8);
+    let both = Compatible::new(engine(), engine()).unwrap();
+    let bind = |cached| {
+        let table = || BlockTable::contiguous(0, BlockId::ZERO, 2);
+        let held = TokenRange::new(Tokens::ZERO, Tokens::new(20));
+        let src = vec![SrcPaged { table: table(), held, tail: Tail::Exact }.into()];
+        let dst = vec![DstPaged { table: table(), cached: Tokens::new(cached) }.into()];
+        BoundRequest::new(&both, Request { tokens: Tokens::new(20), src, dst }).map(|_| ())
+    };
+    for cached in [4, 6, 8, 18] {
+        let errors = bind(cached).unwrap_err().0;
+        assert!(matches!(errors[..], [RequestError::SplitSpan { .. }]), "{cached}: {errors:?}");
+    }
+    assert_eq!((bind(0), bind(12), bind(20)), (Ok(()), Ok(()), Ok(())));
 }
