@@ -13,9 +13,12 @@ use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::{CacheGroup, Manifest, ManifestErrors, RankManifest};
 use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::placement::{HeadRule, Parallelism, PcpMode, Placement, RankPlacement, TokenClass};
-use kvferry_geometry::request::{Checkpoint, DstGroup, DstState, Request, SrcGroup, SrcState};
+use kvferry_geometry::plan::PairPlan;
+use kvferry_geometry::request::{BoundRequest, Checkpoint, DstGroup, DstState, Request, SrcGroup, SrcState};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention, StateItem, StatePart};
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
+use kvferry_oracle::{Transfer, carry_out};
 use kvferry_proto::lease::{Bound, Consumer, Offer, Offered, first_attempt};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, LeaseId};
 use kvferry_proto::peer::BindAnswer;
@@ -263,7 +266,7 @@ impl Shape {
 }
 
 /// A request for the first `tokens` tokens, of which the destination has `cached` already.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Ask {
     /// Length of the sequence.
     pub tokens: u64,
@@ -273,13 +276,16 @@ pub struct Ask {
     pub compat: CompatOptions,
     /// How holders are chosen.
     pub peers: PeerOptions,
+    /// Where bytes are permuted, if anywhere.
+    pub place: Place,
 }
 
 impl Ask {
-    /// All of so many tokens.
+    /// All of so many tokens, straight into place.
     #[must_use]
     pub fn of(tokens: u64) -> Self {
-        Self { tokens, ..Self::default() }
+        let (compat, peers) = (CompatOptions::default(), PeerOptions::default());
+        Self { tokens, cached: 0, compat, peers, place: Place::Direct }
     }
 
     /// The same where the destination has some already.
@@ -357,7 +363,13 @@ impl Lists {
                 scatter = Scatter::default();
             }
             let state = m.is_state(id);
-            let count = if state { 2 } else { tokens.div_ceil(group.block_tokens.get()) };
+            let ring = group.items.iter().find_map(|&i| match m.spec().get(i)?.as_paged()?.retention {
+                Retention::Ring(r) => Some(r.get()),
+                _ => None,
+            });
+            // A ring's table lists the ring.
+            let covered = ring.unwrap_or(tokens);
+            let count = if state { 2 } else { covered.div_ceil(group.block_tokens.get()) };
             all.push((state, (0..count).map(|_| scatter.take(m.blocks(id).get())).collect()));
         }
         all
@@ -403,7 +415,13 @@ pub fn try_prove(src: &Arc<Manifest>, dst: &Arc<Manifest>, ask: Ask) -> Result<P
     let compatible = Compatible::with(Arc::clone(src), Arc::clone(dst), ask.compat).map_err(|e| text(&e))?;
     let peers = PeerMap::with(&compatible, ask.peers, |_, _| 0).map_err(|e| text(&e))?;
     let request = Lists::of(src, dst, ask).request();
-    let outcome = kvferry_oracle::prove(&compatible, &peers, &request)?;
+    let bound = BoundRequest::new(&compatible, request.clone()).map_err(|e| text(&e))?;
+    let mut batches = Vec::new();
+    for pair in peers.pairs() {
+        let plan = PairPlan::new(&compatible, &peers, pair.src(), pair.dst()).map_err(|e| text(&e))?;
+        batches.push((pair.src(), pair.dst(), plan.resolve(&bound).map_err(|e| text(&e))?));
+    }
+    let outcome = carry_out(&Transfer::of(src, dst, &request), &bound, &batches, ask.place)?;
     let (verdict, descriptors) = (outcome.verdict, outcome.expansion.descriptors);
     let pairs = peers.pairs().iter().map(|p| (p.src().get(), p.dst().get())).collect();
     Ok(Proof { moved: verdict.moved, zeroed: verdict.zeroed, descriptors, pairs })
@@ -447,6 +465,7 @@ pub fn has_read(pair: &Pair, dst: u32) -> RankReport {
         rows: 1,
         descriptors_before: 1,
         descriptors_after: 1,
+        place: Place::Direct,
         took: Duration::ZERO,
     };
     let sources = pair.sources(dst).into_iter().map(source).collect();

@@ -3,16 +3,19 @@
 //! where it names a reason, that is the error.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvferry_geometry::compat::{CompatOptions, Compatible, Mismatch, Unmatched};
-use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, StateOrder};
+use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, StateOrder, View};
 use kvferry_geometry::manifest::{Manifest, ManifestError};
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::placement::{HeadRange, HeadRule, PcpMode};
-use kvferry_geometry::spec::{Component, Item, PagedItem};
-use kvferry_geometry::units::Bytes;
+use kvferry_geometry::spec::{Component, Item, PagedItem, Retention, StateItem, StatePart};
+use kvferry_geometry::staged::Place;
+use kvferry_geometry::units::{Bytes, Tokens};
 use kvferry_proto::handshake::{Greeting, HelloMismatch, IdentityCheck, Versions};
 use kvferry_tests::by_hand::owner;
 use kvferry_tests::by_hand_states::{
@@ -24,16 +27,18 @@ use kvferry_transport::{MemoryKind, Region, RegisterError, Transport};
 /// Tokens of most requests: three blocks of 16 and a part of a fourth.
 const TOKENS: u64 = 55;
 
-/// Proves a request of all tokens, and one that begins with a hit inside a block.
+/// Proves a request of all tokens, straight into place, and one that begins with a hit inside a block, permuted at the source or
+/// at the destination.
 fn proven(src: &Shape, dst: &Shape) -> Proof {
     proven_for(&src.manifest(), &dst.manifest(), TOKENS)
 }
 
 fn proven_for(src: &Arc<Manifest>, dst: &Arc<Manifest>, tokens: u64) -> Proof {
     let whole = prove(src, dst, Ask::of(tokens));
-    // The other one with what can be had from several ranks spread over them.
+    // What can be had from several ranks is spread over them here.
     let peers = PeerOptions { salt: 5, stripe: true };
-    let hit = prove(src, dst, Ask { peers, ..Ask::of(tokens).cached(tokens * 2 / 5) });
+    let place = if src.ranks().len() < dst.ranks().len() { Place::Source } else { Place::Destination };
+    let hit = prove(src, dst, Ask { peers, place, ..Ask::of(tokens).cached(tokens * 2 / 5) });
     assert!(hit.moved < whole.moved, "a hit moves less");
     whole
 }
@@ -232,6 +237,47 @@ fn packed_rows_of_several_groups_against_regions() {
     let _back = proven_for(&regions.manifest(), &grown(pool(1)).manifest(), 150);
 }
 
+/// Rows in which heads are outside layers: a block is [head][layer][token].
+fn heads_outside_layers(tp: u32) -> Arc<Manifest> {
+    let shape = llama(tp).style(ROWS);
+    let mut ranks = shape.ranks();
+    for rank in &mut ranks {
+        let layers = rank.layout.views.len() as u64;
+        for (layer, view) in (0u64..).zip(&mut rank.layout.views) {
+            let Some(View::Paged(view)) = view else { panic!("all layers are placed") };
+            let page = view.components[0].head_stride.get();
+            view.offset = Bytes::new(layer * page);
+            for component in &mut view.components {
+                component.head_stride = Bytes::new(layers * page);
+            }
+        }
+    }
+    shape.assemble(ranks).expect("rows like any other")
+}
+
+#[test]
+fn rows_of_blocks_ordered_otherwise() {
+    for (src_tp, dst_tp) in [(2, 2), (4, 2), (2, 4)] {
+        for other in [llama(dst_tp), llama(dst_tp).style(ROWS), llama(dst_tp).style(LayoutStyle::NHD).blocks(48, 3)] {
+            let (p, d) = (heads_outside_layers(src_tp), other.manifest());
+            let _there = proven_for(&p, &d, TOKENS);
+            let _back = proven_for(&d, &p, TOKENS);
+        }
+        let _same = proven_for(&heads_outside_layers(src_tp), &heads_outside_layers(dst_tp), TOKENS);
+    }
+}
+
+#[test]
+fn ranks_with_other_numbers_of_blocks() {
+    let (few, many) = (llama(2).blocks(16, 5), llama(2).blocks(16, 9));
+    let mut ranks = few.ranks();
+    ranks[1] = many.ranks().swap_remove(1);
+    let uneven = few.assemble(ranks).expect("capacities may differ");
+    let other = llama(1).blocks(16, 30).manifest();
+    let _there = proven_for(&uneven, &other, TOKENS);
+    let _back = proven_for(&other, &uneven, TOKENS);
+}
+
 #[test]
 fn block_sizes_that_are_no_multiples() {
     for (a, b) in [(16, 12), (16, 24), (48, 32), (64, 48), (16, 16 * 3)] {
@@ -255,6 +301,13 @@ fn head_major_against_token_major() {
         both(&llama(src_tp), &llama(dst_tp).style(LayoutStyle::NHD));
         both(&llama(src_tp).style(LayoutStyle::PLANES), &llama(dst_tp).style(LayoutStyle::NHD));
         both(&llama(src_tp), &llama(dst_tp).blocks(48, 3).style(LayoutStyle::NHD));
+    }
+    // Either way of staging, with many small runs on one side.
+    let (p, d) = (llama(4).manifest(), llama(2).style(LayoutStyle::NHD).manifest());
+    for place in [Place::Source, Place::Destination] {
+        for (src, dst) in [(&p, &d), (&d, &p)] {
+            let _staged = prove(src, dst, Ask { place, ..Ask::of(TOKENS) });
+        }
     }
     // With groups that share memory.
     let token_major = LayoutStyle { share: true, ..LayoutStyle::NHD };
@@ -470,6 +523,40 @@ fn states_of_other_kinds_re_sharded() {
     }
 }
 
+/// Compressed sparse attention in small: heads with all tokens, a latent for every four tokens, the compressor's ring of 32
+/// tokens, a gated delta net, and a short convolution that all ranks have whole.
+fn compressed(tp: u32, share: bool) -> Shape {
+    let latent = |n: &str| Component::new(n, 1152, "bf16");
+    let ring = PagedItem { retention: Retention::Ring(Tokens::new(32)), ..PagedItem::new(1, vec![latent("pending")]) };
+    let items = vec![
+        gqa("layers.0.attn", 2),
+        Item::paged("layers.0.compressed", PagedItem { tokens_per_entry: 4, ..PagedItem::new(1, vec![latent("kv")]) }),
+        Item::paged("layers.0.ring", ring),
+        delta_net("layers.1", 2, 4),
+        Item::state("layers.0.ple", StateItem { parts: vec![StatePart::new("conv", 1024, 3, 2, "bf16")] }),
+    ];
+    let groups: [(&[&str], u32, u32); 4] = [
+        (&["layers.0.attn", "layers.0.compressed"], 16, 12),
+        (&["layers.0.ring"], 16, 12),
+        (&["layers.1"], 0, 12),
+        (&["layers.0.ple"], 0, 12),
+    ];
+    let rule = |item: &Item, part: usize| match item.name.as_str() {
+        "layers.0.ple" => HeadRule::Whole,
+        _ => delta_rule(item, part),
+    };
+    Shape::new(items, tp).groups(&groups).rule(rule).style(LayoutStyle { share, ..LayoutStyle::HND })
+}
+
+#[test]
+fn compressed_attention_beside_rings_and_states() {
+    for (src, dst) in [(1, 2), (2, 1), (4, 3), (1, 8)] {
+        let _apart = proven(&compressed(src, false), &compressed(dst, false));
+        let _pool = proven(&compressed(src, true), &compressed(dst, true));
+        let _one = proven(&compressed(src, true), &compressed(dst, false));
+    }
+}
+
 /// NVFP4: two values a byte, and a scale of one byte for each 16 values; data first, scales behind them in the block.
 fn nvfp4(name: &str, heads: u32) -> Item {
     let components = vec![
@@ -615,4 +702,74 @@ fn device_memory_on_either_side() {
             if *got == kind && *supported == [MemoryKind::Host]),
         "{refused}"
     );
+}
+
+/// One row of a table in `docs/support.md`: what kvferry does, and the tests named.
+#[derive(Debug)]
+struct Row {
+    pair: String,
+    kvferry: String,
+    tests: Vec<(String, String)>,
+}
+
+const OWN: &str = "tests/tests/support.rs";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_owned()
+}
+
+/// Rows look like ``| pair | vLLM | kvferry | `test`, `file::test` |``; a test without a file is one of this file, a file without a
+/// directory one of `tests/tests`.
+fn rows(text: &str) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for line in text.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let ["", pair, vllm, kvferry, tests, ""] = cells.as_slice() else { continue };
+        if *pair == "pair" || pair.starts_with("---") {
+            continue;
+        }
+        assert!(!vllm.is_empty(), "{pair}: how is it refused?");
+        let test = |test: &str| match test.trim_matches('`').rsplit_once("::") {
+            Some((file, name)) => (format!("tests/tests/{file}.rs"), name.to_owned()),
+            None => (OWN.to_owned(), test.trim_matches('`').to_owned()),
+        };
+        let tests = tests.split(',').map(str::trim).filter(|t| !t.is_empty()).map(test).collect();
+        rows.push(Row { pair: (*pair).to_owned(), kvferry: (*kvferry).to_owned(), tests });
+    }
+    rows
+}
+
+/// Names of the test functions of a file.
+fn tests_of(text: &str) -> BTreeSet<String> {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let mut names = BTreeSet::new();
+    for at in (0..lines.len()).filter(|&at| lines[at] == "#[test]") {
+        let function = lines[at..].iter().find_map(|line| line.strip_prefix("fn "));
+        names.extend(function.and_then(|f| f.split('(').next()).map(str::to_owned));
+    }
+    names
+}
+
+#[test]
+fn every_row_of_the_page_names_tests_that_exist() {
+    let read = |file: &str| std::fs::read_to_string(root().join(file)).unwrap_or_else(|e| panic!("{file}: {e}"));
+    let rows = rows(&read("docs/support.md"));
+    assert!(rows.len() >= 30, "only {} rows found", rows.len());
+    let mut named = BTreeSet::new();
+    for row in &rows {
+        assert!(!row.tests.is_empty(), "{}: nothing shows it", row.pair);
+        // A row that doesn't say yes names the error that it is.
+        let error = ["Mismatch::", "ManifestError::", "RequestError::", "RegisterError::", "HelloMismatch::"];
+        let reason = error.iter().any(|e| row.kvferry.contains(e));
+        assert!(row.kvferry.starts_with("yes") || reason, "{}: {}", row.pair, row.kvferry);
+        for (file, test) in &row.tests {
+            assert!(tests_of(&read(file)).contains(test), "{}: {file} has no test {test}", row.pair);
+            named.insert((file.clone(), test.clone()));
+        }
+    }
+    // And every test here is in a row.
+    for test in tests_of(&read(OWN)) {
+        let is_check = test.starts_with("every_row_of_the_page");
+        assert!(is_check || named.contains(&(OWN.to_owned(), test.clone())), "{test} is in no row");
+    }
 }
