@@ -95,7 +95,7 @@ fn matrices_of_any_shape_are_turned_over() {
 
 #[test]
 fn runs_of_any_length_and_alignment() {
-    let lens: &[u64] = if cfg!(miri) { &[3, 64, 200] } else { &[3, 17, 64, 100, 128, 256, 512, 513, 1024, 4096, 5000] };
+    let lens: &[u64] = if cfg!(miri) { &[70] } else { &[3, 17, 64, 100, 128, 256, 512, 513, 1024, 4096, 5000] };
     for &run in lens {
         for (gap, start) in [((0, 64), (0, 0)), ((64, 0), (5, 64)), ((7, 3), (1, 2)), ((0, 0), (64, 63))] {
             let outer = Dim { count: 3, src_stride: run + gap.0, dst_stride: 5 * (run + gap.1) };
