@@ -70,6 +70,7 @@ pub enum Closing {
 pub struct Closed {
     fence: Fence,
     how: Closing,
+    offer: Offer,
 }
 
 impl Closed {
@@ -77,6 +78,12 @@ impl Closed {
     #[must_use]
     pub fn fence(&self) -> &Fence {
         &self.fence
+    }
+
+    /// What was offered.
+    #[must_use]
+    pub fn offer(&self) -> &Offer {
+        &self.offer
     }
 
     /// How it ended.
@@ -148,7 +155,7 @@ impl Offered {
     /// Takes it back.
     #[must_use]
     pub fn withdraw(self) -> Closed {
-        Closed { fence: self.fence, how: Closing::Withdrawn }
+        Closed { fence: self.fence, how: Closing::Withdrawn, offer: self.offer }
     }
 }
 
@@ -207,19 +214,20 @@ impl Bound {
             ReadsEnd::Complete => (Closing::Read, Verdict::Held),
             ReadsEnd::Abandoned => (Closing::Abandoned, Verdict::Stale),
         };
-        Ok((Closed { fence: self.fence, how }, ReleaseAnswer { fence: release.fence.clone(), verdict }))
+        let closed = Closed { fence: self.fence, how, offer: self.offer };
+        Ok((closed, ReleaseAnswer { fence: release.fence.clone(), verdict }))
     }
 
     /// The consumer's owner is gone; a read of its ranks that comes late can no longer be told *Held*.
     #[must_use]
     pub fn consumer_lost(self) -> Closed {
-        Closed { fence: self.fence, how: Closing::ConsumerLost }
+        Closed { fence: self.fence, how: Closing::ConsumerLost, offer: self.offer }
     }
 
     /// Takes it back; the consumer will be told *Stale*.
     #[must_use]
     pub fn withdraw(self) -> Closed {
-        Closed { fence: self.fence, how: Closing::Withdrawn }
+        Closed { fence: self.fence, how: Closing::Withdrawn, offer: self.offer }
     }
 }
 

@@ -10,6 +10,7 @@ use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId};
 
 use crate::manifest::{EngineManifest, RankJoin};
@@ -132,7 +133,9 @@ pub struct SourceReport {
     pub descriptors_before: u64,
     /// Descriptors after neighbours were merged.
     pub descriptors_after: u64,
-    /// Between submission and completion.
+    /// Whether the bytes were staged, and where.
+    pub place: Place,
+    /// From submission until they were in place.
     pub took: Duration,
 }
 
@@ -178,6 +181,8 @@ pub enum Stage {
     Submit,
     /// The read itself.
     Read,
+    /// Permuting what was staged into place.
+    Permute,
     /// Zeroing the tail.
     Zero,
     /// Digesting and comparing.
@@ -193,6 +198,7 @@ impl fmt::Display for Stage {
             Self::Connect => "connect",
             Self::Submit => "submit",
             Self::Read => "read",
+            Self::Permute => "permute",
             Self::Zero => "zero",
             Self::Compare => "compare",
             Self::Cancelled => "cancelled",

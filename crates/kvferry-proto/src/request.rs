@@ -313,6 +313,7 @@ mod tests {
             rows: 1,
             descriptors_before: 1,
             descriptors_after: 1,
+            place: kvferry_geometry::staged::Place::Direct,
             took: Duration::ZERO,
         };
         let sources = sources.iter().map(source).collect();

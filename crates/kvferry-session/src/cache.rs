@@ -59,6 +59,7 @@ pub enum CacheError {
 pub struct LocalCache {
     manifest: RankManifest,
     regions: Vec<Region>,
+    staging: Option<Region>,
 }
 
 impl LocalCache {
@@ -91,7 +92,34 @@ impl LocalCache {
                 return Err(CacheError::Id { expected: region, got });
             }
         }
-        Ok(Self { manifest, regions })
+        Ok(Self { manifest, regions, staging: None })
+    }
+
+    /// Registers staging memory after the cache: no view lies in it, and no peer is told of it by the manifest.
+    ///
+    /// # Errors
+    /// What the transport says; then there is none.
+    pub fn with_staging(mut self, transport: &mut dyn Transport, memory: Region) -> Result<Self, CacheError> {
+        let region = self.staging_id();
+        let got = transport.register(memory.clone()).map_err(|error| CacheError::Register { region, error })?;
+        if got != region {
+            return Err(CacheError::Id { expected: region, got });
+        }
+        self.staging = Some(memory);
+        Ok(self)
+    }
+
+    /// The staging memory, if there is some.
+    #[must_use]
+    pub fn staging(&self) -> Option<&Region> {
+        self.staging.as_ref()
+    }
+
+    /// The staging memory's id: the one after the cache's regions.
+    #[must_use]
+    pub fn staging_id(&self) -> RegionId {
+        // A layout has far fewer regions.
+        RegionId::new(u32::try_from(self.regions.len()).unwrap_or(u32::MAX))
     }
 
     /// What the rank holds and where.
@@ -106,9 +134,9 @@ impl LocalCache {
         &self.regions
     }
 
-    /// The regions' lengths, by id.
+    /// The lengths of all that is registered, by id: the cache's regions, then the staging memory.
     #[must_use]
     pub fn lens(&self) -> Vec<Bytes> {
-        self.regions.iter().map(Region::len).collect()
+        self.regions.iter().chain(&self.staging).map(Region::len).collect()
     }
 }

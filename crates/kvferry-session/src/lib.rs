@@ -12,8 +12,9 @@
 //! | [`bind`] | the proof that a batch stays inside what is registered |
 //! | [`runs`] | digests of a batch's bytes in the order of its runs |
 //! | [`locate`] | which item and block a destination byte belongs to |
-//! | [`rank`] | one rank: pulls, lanes, digests |
-//! | [`owner`] | one engine: ranks, links, leases, requests |
+//! | [`rank`] | one rank: pulls, lanes, staging, digests |
+//! | [`staging`] | who may use a rank's staging memory, and in which order |
+//! | [`owner`] | one engine: ranks, links, leases, requests, and which blocks are lent to whom |
 //! | [`assurance`], [`outcome`] | how sure the consumer is; the one way to say "delivered" |
 //!
 //! Invariants: a batch is submitted only after its bounds were proven; a request ends exactly once; [`Delivered`] is made
@@ -34,10 +35,12 @@ pub mod runs;
 pub mod staging;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod world;
 
 pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};
-pub use outcome::{Delivered, Failed, FailureCause, Report};
-pub use owner::{OwnerConfig, OwnerSession};
-pub use rank::RankSession;
+pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Report};
+pub use owner::{Holder, Overlap, OwnerConfig, OwnerSession};
+pub use rank::{RankSession, StagingConfig, StagingRefused, Way};
 pub use staging::StagingPool;

@@ -3,15 +3,19 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvferry_geometry::compat::Mismatches;
-use kvferry_geometry::request::RequestErrors;
-use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_geometry::compat::{Compatible, Mismatches};
+use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::request::{BoundRequest, Checkpoint, DstGroup, Request, RequestErrors};
+use kvferry_geometry::spec::{Item, Retention};
+use kvferry_geometry::staged::Place;
+use kvferry_geometry::units::{Bytes, GroupId, ItemId, Name, RankId, TokenRange, Tokens};
 use kvferry_proto::names::{Epoch, Fence};
 use kvferry_proto::peer::BindRefusal;
 use kvferry_proto::rank::RankFault;
 use kvferry_proto::request::{Ended, Held};
 
 use crate::assurance::{Assurance, Assured, NotAssured};
+use crate::owner::Overlap;
 use crate::pairing::PairingError;
 
 /// What one consumer rank read from one producer rank.
@@ -29,7 +33,9 @@ pub struct PairReport {
     pub descriptors_before: u64,
     /// Descriptors after neighbours were merged.
     pub descriptors_after: u64,
-    /// Between submission and completion.
+    /// Whether the bytes were staged, and where.
+    pub place: Place,
+    /// From submission until they were in place.
     pub took: Duration,
 }
 
@@ -48,11 +54,99 @@ pub struct Report {
     pub compared: Bytes,
     /// The ranks that failed, and how.
     pub faults: Vec<(RankId, RankFault)>,
-    /// Ranks whose memory may still be written: their blocks must not be used again while the rank's process lives. No later
-    /// word resolves this: that the rank has stopped after all is not told.
+    /// Ranks whose memory may still be written: the request's blocks must not be used again while the rank's process lives. They
+    /// stay in quarantine, and no other request is given them, until the rank says that it has stopped after all.
     pub in_doubt: Vec<RankId>,
+    /// What is in place now, one for each group of our engine; none where the engine was not complete.
+    pub groups: Vec<GroupOutcome>,
     /// From the engine's call to the end.
     pub took: Duration,
+}
+
+/// What of one of our groups is in place when a request has ended.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct GroupOutcome {
+    /// The group.
+    pub group: GroupId,
+    /// The tokens whose bytes are in place, of all items that the producer has too: what was cached and what has arrived. A
+    /// group of states has none.
+    pub valid: TokenRange,
+    /// Positions in the sequence's block table (first, one past the last) whose blocks are complete: all tokens of all items are
+    /// in place. Only these may enter a prefix cache. A ring has none, and neither has a group with ignored items.
+    pub complete: (u64, u64),
+    /// The states that have arrived and the slots that took them, the one that the sequence goes on from first.
+    pub states: Vec<Checkpoint>,
+    /// Items that only our engine has: nothing of them has moved.
+    pub ignored: Vec<Name>,
+}
+
+impl GroupOutcome {
+    /// What a group of paged items has if it has `valid`.
+    fn paged(m: &Manifest, group: GroupId, valid: TokenRange, ignored: Vec<Name>) -> Self {
+        let block = m.groups().get(group.index()).map_or(1, |g| g.block_tokens.get()).max(1);
+        let ring = |item: &Item| matches!(item.as_paged().map(|p| p.retention), Some(Retention::Ring(_)));
+        let (first, end) = (valid.start().get().div_ceil(block), valid.end().get() / block);
+        let whole = ignored.is_empty() && first < end && !items(m, group).any(|(_, item)| ring(item));
+        let complete = if whole { (first, end) } else { (0, 0) };
+        Self { group, valid, complete, states: Vec::new(), ignored }
+    }
+
+    fn state(group: GroupId, states: Vec<Checkpoint>, ignored: Vec<Name>) -> Self {
+        Self { group, valid: TokenRange::default(), complete: (0, 0), states, ignored }
+    }
+}
+
+fn items(m: &Manifest, group: GroupId) -> impl Iterator<Item = (ItemId, &Item)> {
+    let ids = m.groups().get(group.index()).into_iter().flat_map(|g| &g.items);
+    ids.filter_map(|&id| Some((id, m.spec().get(id)?)))
+}
+
+/// The tokens that all of these items still read after the first `n`; none for no items.
+fn read_by_all<'a>(items: impl Iterator<Item = (ItemId, &'a Item)>, n: Tokens) -> Option<TokenRange> {
+    let needed = items.filter_map(|(_, item)| Some(item.as_paged()?.retention.needed(n)));
+    needed.reduce(TokenRange::intersect)
+}
+
+/// What is in place where a request has failed: what was cached, as far as it is read.
+pub(crate) fn kept(m: &Manifest, n: Tokens, groups: &[DstGroup]) -> Vec<GroupOutcome> {
+    let of_group = |(id, group): (GroupId, &DstGroup)| match group {
+        DstGroup::Paged(g) => {
+            let cached = TokenRange::new(Tokens::ZERO, g.cached);
+            let valid = read_by_all(items(m, id), n).unwrap_or_default().intersect(cached);
+            GroupOutcome::paged(m, id, valid, Vec::new())
+        }
+        DstGroup::State(_) => GroupOutcome::state(id, Vec::new(), Vec::new()),
+    };
+    (0u32..).map(GroupId::new).zip(groups).map(of_group).collect()
+}
+
+/// What is in place where a request is delivered.
+pub(crate) fn delivered(c: &Compatible, request: &Request, bound: &BoundRequest) -> Vec<GroupOutcome> {
+    let m = c.dst();
+    let of_group = |(id, group): (GroupId, &DstGroup)| {
+        let matched = |item: &(ItemId, &Item)| c.src_item(item.0).is_some();
+        let ignored = items(m, id).filter(|i| !matched(i)).map(|(_, item)| item.name.clone()).collect();
+        match group {
+            DstGroup::Paged(g) => {
+                let cached = TokenRange::new(Tokens::ZERO, g.cached);
+                let valid = read_by_all(items(m, id).filter(matched), request.tokens).unwrap_or(cached);
+                GroupOutcome::paged(m, id, valid, ignored)
+            }
+            DstGroup::State(_) => {
+                let moves = bound.moves().iter().filter(|x| x.dst_group == id).flat_map(|x| &x.states);
+                let mut states: Vec<Checkpoint> = Vec::new();
+                for s in moves {
+                    let arrived = Checkpoint { position: s.position, slot: s.dst };
+                    // Items of one group may come from several of the producer's.
+                    if !states.contains(&arrived) {
+                        states.push(arrived);
+                    }
+                }
+                GroupOutcome::state(id, states, ignored)
+            }
+        }
+    };
+    (0u32..).map(GroupId::new).zip(&request.dst).map(of_group).collect()
 }
 
 impl Report {
@@ -62,7 +156,7 @@ impl Report {
         Bytes::new(self.pairs.iter().map(|p| p.bytes.get()).sum())
     }
 
-    pub(crate) fn empty(fence: Fence, assurance: Assurance, took: Duration) -> Self {
+    pub(crate) fn empty(fence: Fence, assurance: Assurance, took: Duration, groups: Vec<GroupOutcome>) -> Self {
         Self {
             fence,
             assurance,
@@ -71,12 +165,19 @@ impl Report {
             compared: Bytes::ZERO,
             faults: Vec::new(),
             in_doubt: Vec::new(),
+            groups,
             took,
         }
     }
 
-    pub(crate) fn of(fence: Fence, assurance: Assurance, took: Duration, ended: &Ended) -> Self {
-        let mut report = Self::empty(fence, assurance, took);
+    pub(crate) fn of(
+        fence: Fence,
+        assurance: Assurance,
+        took: Duration,
+        ended: &Ended,
+        groups: Vec<GroupOutcome>,
+    ) -> Self {
+        let mut report = Self::empty(fence, assurance, took, groups);
         let (mut zeroed, mut compared) = (0u64, 0u64);
         for (&dst, result) in ended.results() {
             match result {
@@ -90,6 +191,7 @@ impl Report {
                         rows: s.rows,
                         descriptors_before: s.descriptors_before,
                         descriptors_after: s.descriptors_after,
+                        place: s.place,
                         took: s.took,
                     }));
                 }
@@ -115,8 +217,8 @@ pub struct Delivered {
 
 impl Delivered {
     /// The one way to say so: the producer held the lease for complete reads, and the level asked for was reached.
-    pub(crate) fn new(held: &Held, assured: Assured, took: Duration) -> Self {
-        Self { assured, report: Report::of(held.fence().clone(), assured.level(), took, held.ended()) }
+    pub(crate) fn new(held: &Held, assured: Assured, took: Duration, groups: Vec<GroupOutcome>) -> Self {
+        Self { assured, report: Report::of(held.fence().clone(), assured.level(), took, held.ended(), groups) }
     }
 
     /// The level of assurance that was reached.
@@ -227,6 +329,9 @@ pub enum FailureCause {
     /// Blocks, room or held tokens don't fit.
     #[error("the request does not fit: {0}")]
     Request(RequestErrors),
+    /// Some of the blocks that it would write are lent already.
+    #[error("{0}; a request's blocks must be reserved until it has ended")]
+    Overlap(#[from] Overlap),
     /// Some ranks failed: see the report.
     #[error("{failed} of {ranks} ranks failed")]
     Ranks {

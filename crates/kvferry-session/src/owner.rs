@@ -30,6 +30,7 @@ use crate::outcome::{Delivered, Failed};
 
 mod leases;
 mod links;
+mod loans;
 mod pulls;
 mod ranks;
 #[cfg(test)]
@@ -37,6 +38,8 @@ mod tests;
 
 use leases::Leases;
 use links::Links;
+use loans::Loans;
+pub use loans::{Holder, Overlap};
 use pulls::Pulls;
 use ranks::Ranks;
 
@@ -194,6 +197,9 @@ pub enum OfferError {
         /// The id.
         lease: LeaseId,
     },
+    /// A request of this engine's own writes the blocks.
+    #[error("blocks that are offered are not final: {0}")]
+    Overlap(#[from] Overlap),
     /// A rank is gone.
     #[error("this engine's rank {rank} is gone: {reason}; restart the engine")]
     RankLost {
@@ -232,6 +238,7 @@ pub struct OwnerSession {
     ranks: Ranks,
     links: Links,
     leases: Leases,
+    loans: Loans,
     pulls: Pulls,
     effects: VecDeque<Effect>,
     now: Duration,
@@ -251,6 +258,7 @@ impl OwnerSession {
             ranks: Ranks::default(),
             links: Links::default(),
             leases: Leases::default(),
+            loans: Loans::default(),
             pulls: Pulls::default(),
             effects: VecDeque::new(),
             now: Duration::ZERO,
@@ -300,7 +308,19 @@ impl OwnerSession {
         if states > MAX_REQUEST_STATES {
             return Err(OfferError::TooManyStates { got: states, limit: MAX_REQUEST_STATES });
         }
-        self.leases.open(&self.config.engine, self.config.epoch, lease, offer)
+        if self.leases.is_open(lease) {
+            return Err(OfferError::Repeated { lease });
+        }
+        if let Some(manifest) = self.life.local().map(|l| l.manifest.cache().clone()) {
+            self.loans.read(&manifest, &loans::shown(&manifest, &offer.groups))?;
+        }
+        Ok(self.leases.open(&self.config.engine, self.config.epoch, lease, offer))
+    }
+
+    /// Blocks and slots that no request can be given any more, because a rank of one that failed may still write them.
+    #[must_use]
+    pub fn quarantined(&self) -> usize {
+        self.loans.quarantined()
     }
 
     /// Takes an offer back. Gives false where there is no such lease (any more).
@@ -314,7 +334,8 @@ impl OwnerSession {
         }
     }
 
-    /// Begins a request; [`Effect::PullEnded`] follows, once.
+    /// Begins a request; [`Effect::PullEnded`] follows, once. Blocks that it would write and that are lent already, to another
+    /// request or by an open lease, end it at once.
     pub fn pull(&mut self, wish: PullWish, now: Duration) -> PullId {
         self.now = now;
         self.start_pull(wish)

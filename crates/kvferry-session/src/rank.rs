@@ -4,6 +4,9 @@
 //! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
 //! to other ranks are connected when first needed and kept until the owner forgets the engine.
 //!
+//! Reads may be staged: then the session's driver also does the local permutations that [`RankSession::next_work`] gives, on
+//! whatever thread it likes, and says [`RankSession::work_done`].
+//!
 //! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Digests and
 //! comparisons are done a slice at a time, for each engine that waits in turn; planning, zeroing a request's tail and connecting
 //! a lane are not cut.
@@ -29,13 +32,17 @@ use crate::bind::bind_read;
 use crate::cache::LocalCache;
 use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
+use crate::staging::{Grant, Segment};
 
 mod compare;
 mod pull;
+mod stage;
 #[cfg(test)]
 mod tests;
 
 use pull::{Next, Pull, Source, SourceState};
+pub use stage::{LocalWork, StagingConfig, StagingRefused, Way, WorkId};
+use stage::{Stager, Waiter};
 
 /// Bytes that are digested between two looks at the transport.
 const SLICE: u64 = 16 << 20;
@@ -89,8 +96,22 @@ pub struct RankSession {
     /// Whether a place in the transport's queue has become free.
     room: bool,
     zeros: Option<ZeroPlan>,
+    staging: Staging,
     out: VecDeque<FromRank>,
     now: Duration,
+}
+
+/// The staging memory, and what goes on in it.
+#[derive(Default)]
+struct Staging {
+    stager: Option<Stager>,
+    /// Segments for those who have waited.
+    granted: VecDeque<Grant<Waiter>>,
+    last: u64,
+    /// Permutations for the driver.
+    work: VecDeque<LocalWork>,
+    /// Those that have not ended.
+    open: BTreeMap<WorkId, Waiter>,
 }
 
 impl RankSession {
@@ -115,9 +136,19 @@ impl RankSession {
             jobs: VecDeque::new(),
             room: false,
             zeros: None,
+            staging: Staging::default(),
             out: VecDeque::from([FromRank::Join(join)]),
             now: Duration::ZERO,
         }
+    }
+
+    /// The same, staging as it is told in the cache's staging memory. Without this, or without that memory, all reads are direct.
+    ///
+    /// # Errors
+    /// If it can't stage so.
+    pub fn with_staging(mut self, config: StagingConfig) -> Result<Self, StagingRefused> {
+        self.staging.stager = Stager::new(&self.cache, config)?;
+        Ok(self)
     }
 
     /// Whether the owner has taken the rank in.
@@ -126,9 +157,37 @@ impl RankSession {
         &self.standing
     }
 
+    /// The next permutation for the driver to do. Ask after `handle`, `step` and `work_done`.
+    pub fn next_work(&mut self) -> Option<LocalWork> {
+        self.staging.work.pop_front()
+    }
+
+    /// The driver has done a permutation, all of it.
+    pub fn work_done(&mut self, work: WorkId, now: Duration) {
+        self.now = now;
+        if let Some((id, src)) = self.staging.open.remove(&work)
+            && let Some(pull) = self.pulls.get_mut(&id)
+        {
+            let next = pull.on_permuted(src, Ok(()), now);
+            self.go_on(id, next);
+        }
+        self.serve_granted();
+    }
+
+    /// Bytes of staging memory in use. Those that a read in doubt may still write stay so for good.
+    #[must_use]
+    pub fn staging_lent(&self) -> Bytes {
+        self.staging.stager.as_ref().map_or(Bytes::ZERO, Stager::lent)
+    }
+
     /// Takes a message of the owner.
     pub fn handle(&mut self, message: ToRank, now: Duration) {
         self.now = now;
+        self.on_message(message);
+        self.serve_granted();
+    }
+
+    fn on_message(&mut self, message: ToRank) {
         match message {
             ToRank::Welcome(engine) => {
                 self.standing = match ZeroPlan::new(engine.cache(), self.who.rank) {
@@ -182,8 +241,10 @@ impl RankSession {
             self.on_event(event);
         }
         self.post_queued();
+        self.serve_granted();
         self.digest_slice();
         self.compare_slice();
+        self.serve_granted();
         let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
         if busy { Some(now) } else { deadline }
     }
@@ -240,6 +301,7 @@ impl RankSession {
         match self.plan(order) {
             Ok(pull) => {
                 self.pulls.insert(order.pull, pull);
+                self.acquire(order.pull);
                 self.post(order.pull);
             }
             Err(fault) => self.out.push_back(FromRank::Pulled { pull: order.pull, result: Err(fault) }),
@@ -278,11 +340,96 @@ impl RankSession {
                 let lane = self.lane(pairing.peer, src, &peer)?;
                 let info =
                     self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
-                Source::queued(lane, bind_read(batch, &info, &self.cache).map_err(unbound)?, before)
+                let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch));
+                let batch = bind_read(batch, &info, &self.cache).map_err(unbound)?;
+                match steps {
+                    Some(steps) => Source::staged(lane, batch, before, steps),
+                    None => Source::direct(lane, batch, before),
+                }
             };
             sources.insert(src, source);
         }
         Ok(Pull::new(order.assurance, request, order.request.dst.clone(), self.now, sources))
+    }
+
+    /// Asks for segments for the sources that wait for one.
+    fn acquire(&mut self, id: PullId) {
+        let (Some(pull), Some(stager)) = (self.pulls.get(&id), &mut self.staging.stager) else { return };
+        let waiting = |(src, s): (&RankId, &Source)| match (&s.state, &s.steps) {
+            (SourceState::Waiting(_), Some(steps)) => Some((*src, steps.bytes)),
+            _ => None,
+        };
+        let mut failed = None;
+        for (src, bytes) in pull.sources.iter().filter_map(waiting) {
+            match stager.acquire((id, src), bytes) {
+                Ok(None) => {}
+                Ok(Some(segment)) => self.staging.granted.push_back(Grant { waiter: (id, src), segment }),
+                Err(text) => failed = Some(format!("source rank {src}: {text}")),
+            }
+        }
+        if let Some(text) = failed {
+            self.fail(id, RankFault { stage: Stage::Plan, text, in_doubt: false, bad: Vec::new() });
+        }
+    }
+
+    /// Posts the reads of those who have got a segment.
+    fn serve_granted(&mut self) {
+        while let Some(Grant { waiter: (id, src), segment }) = self.staging.granted.pop_front() {
+            let (cache, transport) = (&self.cache, &self.transport);
+            let wire = |steps: &stage::Steps, lane: PeerId| {
+                let fault = |stage, text: String| {
+                    let text = format!("source rank {src}: {text}");
+                    RankFault { stage, text, in_doubt: false, bad: Vec::new() }
+                };
+                let info = transport.peer(lane).map_err(|e| fault(Stage::Connect, e.to_string()))?;
+                steps.wire(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
+            };
+            let next = match self.pulls.get_mut(&id) {
+                Some(pull) => pull.on_segment(src, segment, wire),
+                None => Err(segment),
+            };
+            match next {
+                Ok(next) => {
+                    self.go_on(id, next);
+                    self.post(id);
+                }
+                // It has failed since.
+                Err(segment) => self.free(vec![segment], id, Vec::new()),
+            }
+        }
+    }
+
+    /// Gives segments back and takes sources out of the line; others may be served by that.
+    fn free(&mut self, segments: Vec<Segment>, id: PullId, given_up: Vec<RankId>) {
+        let Some(stager) = &mut self.staging.stager else { return };
+        for src in given_up {
+            self.staging.granted.extend(stager.cancel((id, src)));
+        }
+        for segment in segments {
+            self.staging.granted.extend(stager.release(segment));
+        }
+    }
+
+    /// Hands the driver a permutation.
+    fn permute(&mut self, id: PullId, src: RankId) {
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let steps = pull.sources.get(&src).and_then(|s| s.steps.as_ref());
+        let permute = match (&self.staging.stager, steps) {
+            (Some(stager), Some(steps)) => stager.permute(steps, &self.cache),
+            _ => Err("there is no staging memory".into()),
+        };
+        match permute {
+            Ok(permute) => {
+                self.staging.last += 1;
+                let work = WorkId(self.staging.last);
+                self.staging.open.insert(work, (id, src));
+                self.staging.work.push_back(LocalWork { id: work, permute });
+            }
+            Err(text) => {
+                let next = pull.on_permuted(src, Err(text), self.now);
+                self.go_on(id, next);
+            }
+        }
     }
 
     /// The lane to a producer's rank, connected now if there is none.
@@ -308,8 +455,8 @@ impl RankSession {
         let Some(pull) = self.pulls.get_mut(&id) else { return true };
         let (mut failed, mut room) = (None, true);
         for (&src, source) in &mut pull.sources {
-            let SourceState::Queued(lane) = source.state else { continue };
-            let batch = source.batch.clone();
+            let SourceState::Queued(lane, batch) = &source.state else { continue };
+            let (lane, batch) = (*lane, batch.clone());
             match self.transport.submit(Submission { peer: lane, kind: OpKind::Read, batch, notify: None }) {
                 Ok(op) => {
                     self.ops.insert(op, (id, src));
@@ -344,6 +491,10 @@ impl RankSession {
     }
 
     fn go_on(&mut self, id: PullId, next: Next) {
+        if let Some(pull) = self.pulls.get_mut(&id) {
+            let (freed, given_up) = (std::mem::take(&mut pull.freed), std::mem::take(&mut pull.given_up));
+            self.free(freed, id, given_up);
+        }
         match next {
             Next::Wait => {}
             Next::Stop(ops) => {
@@ -352,6 +503,7 @@ impl RankSession {
                     let _ = self.transport.cancel(op);
                 }
             }
+            Next::Permute(src) => self.permute(id, src),
             Next::AllRead => self.zero_and_compare(id),
             Next::Ask(questions) => {
                 for (src, windows) in questions {

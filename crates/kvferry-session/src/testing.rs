@@ -9,6 +9,8 @@ use kvferry_geometry::request::{BlockTable, DstGroup, DstPaged, SrcGroup, SrcPag
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, Name, TokenRange, Tokens};
 
+/// Blocks of every engine.
+pub(crate) const BLOCKS: u32 = 1024;
 /// Tokens of every request.
 pub(crate) const TOKENS: u64 = 40;
 /// Bytes of one token over both items and all heads.
@@ -25,7 +27,7 @@ pub(crate) fn shape(tp: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) 
     let group = CacheGroup { name: Name::new("all"), items: ids.to_vec(), block_tokens: Tokens::new(16) };
     let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).unwrap();
     let rank = |placement| {
-        let layout = LayoutStyle::NHD.build(&spec, &placement, &[(&ids[..], 16, 8)]).unwrap();
+        let layout = LayoutStyle::NHD.build(&spec, &placement, &[(&ids[..], 16, BLOCKS)]).unwrap();
         RankManifest { placement, layout }
     };
     let ranks = placed.into_iter().map(rank).collect();
@@ -46,6 +48,12 @@ fn table(ids: &[u32]) -> BlockTable {
 pub(crate) fn src_groups() -> Vec<SrcGroup> {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
     vec![SrcPaged { table: table(&[3, 0, 6]), held, tail: Tail::Exact }.into()]
+}
+
+/// What another request of the consumer lists: blocks of its own.
+pub(crate) fn other_dst_groups(request: u32) -> Vec<DstGroup> {
+    let first = 8 + 3 * (request % (BLOCKS / 3 - 8));
+    vec![DstPaged { table: table(&[first, first + 2, first + 1]), cached: Tokens::ZERO }.into()]
 }
 
 /// What the consumer lists.

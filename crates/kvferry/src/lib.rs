@@ -48,6 +48,7 @@ mod address;
 mod connection;
 mod driver;
 mod owner;
+mod permuter;
 mod reference;
 mod worker;
 
@@ -58,18 +59,21 @@ pub use kvferry_geometry::request::{
     BlockTable, Checkpoint, DstGroup, DstPaged, DstState, SrcGroup, SrcPaged, SrcState, Tail,
 };
 pub use kvferry_geometry::spec::ModelSpec;
-pub use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
+pub use kvferry_geometry::staged::{CostModel, Place};
+pub use kvferry_geometry::units::{BlockId, Bytes, RankId, TokenRange, Tokens};
 pub use kvferry_proto::handshake::IdentityCheck;
 pub use kvferry_proto::lease::Closing;
 pub use kvferry_proto::manifest::{EngineManifest, JoinError};
 pub use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity, NameError};
 pub use kvferry_session::outcome::PairReport;
 pub use kvferry_session::owner::OfferError;
-pub use kvferry_session::{Assurance, CacheError, Delivered, Failed, FailureCause, Report};
+pub use kvferry_session::{
+    Assurance, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, Overlap, Report, StagingRefused, Way,
+};
 pub use kvferry_transport::{Region, Transport};
 pub use owner::{
     CallError, OfferSpec, Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullError, PullHandle, PullSpec, ReadyError,
     StartError,
 };
 pub use reference::{Reference, ReferenceError};
-pub use worker::{Worker, WorkerBuilder, WorkerError, WorkerHandle};
+pub use worker::{StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};

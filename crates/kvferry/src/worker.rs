@@ -1,7 +1,7 @@
 //! One rank: a thread (or the process's own) that joins its owner and drives a [`RankSession`].
 //!
-//! It needs no async runtime: it sleeps in one `poll` on the owner's socket, the transport's wake source and the request to
-//! stop, and uses no CPU while idle.
+//! It needs no async runtime: it sleeps in one `poll` on the owner's socket, the transport's wake source, the end of
+//! permutations and the request to stop, and uses no CPU while idle.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
@@ -11,15 +11,18 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvferry_geometry::manifest::RankManifest;
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::staged::CostModel;
+use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_memory::{BufferError, BufferOptions, SharedBuffer};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::wire::{FrameReader, WireError, decode_to_rank, encode_from_rank};
 use kvferry_session::rank::{RankIdentity, Standing};
-use kvferry_session::{CacheError, LocalCache, RankSession};
+use kvferry_session::{CacheError, LocalCache, RankSession, StagingConfig, StagingRefused, Way};
 use kvferry_transport::{Region, Transport};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::driver::Clock;
+use crate::permuter::Permuter;
 
 /// Between two attempts to reach the owner's socket.
 const RETRY: Duration = Duration::from_millis(20);
@@ -33,6 +36,12 @@ pub enum WorkerError {
     /// The memory is not what the layout says, or can't be registered.
     #[error(transparent)]
     Cache(#[from] CacheError),
+    /// The rank can't stage as it is told to.
+    #[error(transparent)]
+    Staging(#[from] StagingRefused),
+    /// There is no staging memory to be had.
+    #[error("staging memory: {0}")]
+    Memory(#[from] BufferError),
     /// The owner's socket can't be reached.
     #[error("the owner's socket {path} cannot be reached: {error}")]
     Connect {
@@ -83,6 +92,27 @@ pub struct WorkerBuilder {
     memory: Vec<Region>,
     transport: Box<dyn Transport>,
     connect: Duration,
+    staging: StagingOptions,
+}
+
+/// How a worker stages what its rank reads; see [`WorkerBuilder::staging`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StagingOptions {
+    /// Bytes of staging memory that the worker makes and registers; 0: it never stages.
+    pub pool: Bytes,
+    /// Which reads are staged: those for which it is cheaper, by default.
+    pub way: Way,
+    /// What the ways cost.
+    pub cost: CostModel,
+    /// Threads that permute what was staged into place, at least one. By default half of the processors that there are, 4 at most.
+    pub threads: usize,
+}
+
+impl Default for StagingOptions {
+    fn default() -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self { pool: Bytes::ZERO, way: Way::Auto, cost: CostModel::default(), threads: (processors / 2).clamp(1, 4) }
+    }
 }
 
 impl std::fmt::Debug for WorkerBuilder {
@@ -99,22 +129,39 @@ impl WorkerBuilder {
         self
     }
 
+    /// Lets reads be staged: few large moves into staging memory, then a local permutation on threads of the worker's own. The
+    /// default is never to stage.
+    #[must_use]
+    pub fn staging(mut self, options: StagingOptions) -> Self {
+        self.staging = options;
+        self
+    }
+
     /// Registers the memory and connects to the owner.
     ///
     /// # Errors
-    /// If the memory doesn't fit or can't be registered, or the owner's socket can't be reached in time.
+    /// If the memory doesn't fit or can't be registered, or the owner's socket can't be reached in time, or the rank can't stage
+    /// as it should.
     pub fn connect(mut self) -> Result<Worker, WorkerError> {
         let system = |what| move |error: std::io::Error| WorkerError::System { what, error };
         let epoch = crate::owner::random()
             .map_err(|e| WorkerError::System { what: "random numbers", error: std::io::Error::other(e) })?;
-        let cache = LocalCache::register(&mut *self.transport, self.manifest, self.memory)?;
+        let mut cache = LocalCache::register(&mut *self.transport, self.manifest, self.memory)?;
+        let StagingOptions { pool, way, cost, threads } = self.staging;
+        if pool > Bytes::ZERO && way != Way::Direct {
+            let name = format!("kvferry staging {}", self.rank);
+            let memory = SharedBuffer::new(&name, pool, BufferOptions::default())?;
+            cache = cache.with_staging(&mut *self.transport, memory.region())?;
+        }
         let link = reach(&self.owner, self.connect)
             .map_err(|error| WorkerError::Connect { path: self.owner.clone(), error })?;
         link.set_nonblocking(true).map_err(system("a socket that doesn't block"))?;
         let (stop, stopped) = UnixStream::pair().map_err(system("a pair of sockets"))?;
         let who = RankIdentity { engine: self.engine, rank: self.rank, epoch: Epoch::new(epoch) };
-        let session = RankSession::new(who, self.transport, cache);
-        let loop_ = Loop { rank: self.rank, session, link, stopped, frames: FrameReader::default(), out: Vec::new() };
+        let session = RankSession::new(who, self.transport, cache).with_staging(StagingConfig { cost, way })?;
+        let permuter = Permuter::new(self.rank, threads).map_err(system("a pair of sockets"))?;
+        let (frames, out) = (FrameReader::default(), Vec::new());
+        let loop_ = Loop { rank: self.rank, session, link, stopped, frames, out, permuter };
         Ok(Worker { rank: self.rank, loop_, stop })
     }
 
@@ -153,7 +200,8 @@ impl Worker {
         transport: Box<dyn Transport>,
     ) -> WorkerBuilder {
         let (owner, connect) = (owner.into(), Duration::from_secs(30));
-        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect }
+        let staging = StagingOptions::default();
+        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect, staging }
     }
 
     /// Which rank.
@@ -250,6 +298,7 @@ struct Loop {
     stopped: UnixStream,
     frames: FrameReader,
     out: Vec<u8>,
+    permuter: Permuter,
 }
 
 impl Loop {
@@ -257,6 +306,9 @@ impl Loop {
         let clock = Clock::start();
         loop {
             let next = self.session.step(clock.now());
+            while let Some(work) = self.session.next_work() {
+                self.permuter.start(work)?;
+            }
             while let Some(message) = self.session.next_message() {
                 self.out.extend(encode_from_rank(&message)?);
             }
@@ -270,6 +322,9 @@ impl Loop {
             let (readable, stopped) = self.sleep(timeout)?;
             if stopped {
                 return Ok(());
+            }
+            while let Some(work) = self.permuter.done()? {
+                self.session.work_done(work, clock.now());
             }
             if readable && let Go::End = self.read(clock)? {
                 return match self.session.standing() {
@@ -288,6 +343,7 @@ impl Loop {
             PollFd::from_borrowed_fd(self.link.as_fd(), wanted),
             PollFd::from_borrowed_fd(self.stopped.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(wake, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.permuter.wake_fd(), PollFlags::IN),
         ];
         // Beyond a day it may as well look once more.
         let timeout = timeout.map(|t| t.min(Duration::from_secs(86400)));

@@ -360,7 +360,15 @@ pub(super) struct Source {
     pub(super) rows: u64,
     pub(super) descriptors_before: u64,
     pub(super) descriptors_after: u64,
+    pub(super) place: Place,
     pub(super) took_ns: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Place {
+    Direct,
+    Destination,
+    Source,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -377,6 +385,7 @@ pub(super) enum Stage {
     Connect,
     Submit,
     Read,
+    Permute,
     Zero,
     Compare,
     Cancelled,

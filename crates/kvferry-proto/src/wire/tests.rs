@@ -9,6 +9,7 @@ use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::{
     BlockTable, Checkpoint, DstGroup, DstPaged, DstState, Request, SrcGroup, SrcPaged, SrcState, Tail,
 };
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, TokenRange, Tokens};
 
 use super::*;
@@ -179,10 +180,13 @@ fn from_rank_messages() -> Vec<FromRank> {
         rows: 2,
         descriptors_before: 3,
         descriptors_after: 1,
+        place: Place::Destination,
         took: Duration::from_micros(7),
     };
     let report = RankReport {
-        sources: vec![source],
+        sources: [Place::Destination, Place::Direct, Place::Source]
+            .map(|place| SourceReport { place, ..source.clone() })
+            .to_vec(),
         zeroed: Bytes::new(5),
         compared: Bytes::new(6),
         took: Duration::from_secs(1),
@@ -194,8 +198,16 @@ fn from_rank_messages() -> Vec<FromRank> {
         FromRank::Digested { ticket: 8, pieces: Ok(Vec::new()) },
         FromRank::Digested { ticket: 8, pieces: Err("memory".into()) },
     ]);
-    let stages =
-        [Stage::Plan, Stage::Connect, Stage::Submit, Stage::Read, Stage::Zero, Stage::Compare, Stage::Cancelled];
+    let stages = [
+        Stage::Plan,
+        Stage::Connect,
+        Stage::Submit,
+        Stage::Read,
+        Stage::Permute,
+        Stage::Zero,
+        Stage::Compare,
+        Stage::Cancelled,
+    ];
     all.extend(stages.map(|stage| {
         let bad = vec![BadBlock { src: RankId::new(1), item: Name::new("layer.0"), block: BlockId::new(6) }];
         FromRank::Pulled { pull: PullId(2), result: Err(RankFault { stage, text: "lost".into(), in_doubt: true, bad }) }

@@ -1,6 +1,8 @@
 //! The producer's side: leases, and digests for those who have bound them.
 
-use super::{BTreeMap, Effect, EngineId, Epoch, Fence, LeaseId, Life, LinkId, OfferError, OwnerSession, dst_counts};
+use super::{BTreeMap, Effect, EngineId, Epoch, Fence, LeaseId, Life, LinkId, OwnerSession, dst_counts};
+
+use super::loans::shown;
 
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::RankId;
@@ -44,19 +46,14 @@ pub(super) struct Leases {
 }
 
 impl Leases {
-    pub(super) fn open(
-        &mut self,
-        engine: &EngineId,
-        epoch: Epoch,
-        lease: LeaseId,
-        offer: Offer,
-    ) -> Result<Fence, OfferError> {
-        if self.open.contains_key(&lease) {
-            return Err(OfferError::Repeated { lease });
-        }
+    pub(super) fn is_open(&self, lease: LeaseId) -> bool {
+        self.open.contains_key(&lease)
+    }
+
+    pub(super) fn open(&mut self, engine: &EngineId, epoch: Epoch, lease: LeaseId, offer: Offer) -> Fence {
         let fence = first_attempt(engine.clone(), epoch, lease);
         self.open.insert(lease, Open::Offered(Offered::new(fence.clone(), offer)));
-        Ok(fence)
+        fence
     }
 
     pub(super) fn withdraw(&mut self, lease: LeaseId) -> Option<Closed> {
@@ -278,6 +275,9 @@ impl OwnerSession {
 
     /// Its blocks are the engine's again, and nobody digests them any more.
     pub(super) fn close_lease(&mut self, closed: &Closed) {
+        if let Some(local) = self.life.local() {
+            self.loans.read_ended(&shown(local.manifest.cache(), &closed.offer().groups));
+        }
         for ticket in self.leases.tickets_of(closed.fence().lease) {
             if let Some(src) = self.leases.tickets.get(&ticket).map(|t| t.src) {
                 self.send_rank(src, ToRank::CancelDigest(ticket), None);

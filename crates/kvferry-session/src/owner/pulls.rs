@@ -12,8 +12,9 @@ use kvferry_proto::peer::{
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
 
+use super::loans::written;
 use crate::assurance::{Assured, served};
-use crate::outcome::{Delivered, Failed, FailureCause, Report};
+use crate::outcome::{self, Delivered, Failed, FailureCause, GroupOutcome, Report};
 
 #[derive(Debug)]
 enum State {
@@ -49,8 +50,18 @@ struct Pull {
     pairing: Option<Pairing>,
     /// Digests that were asked for and have not come: of which producer rank, for which of ours.
     questions: BTreeSet<(RankId, RankId)>,
+    groups: Outcomes,
     started: Duration,
     state: State,
+}
+
+/// What of our groups is in place when the request ends.
+#[derive(Debug)]
+struct Outcomes {
+    /// Where it fails.
+    kept: Vec<GroupOutcome>,
+    /// Where it is delivered.
+    delivered: Vec<GroupOutcome>,
 }
 
 impl Pull {
@@ -134,8 +145,14 @@ impl OwnerSession {
                 Ok(()) => None,
             },
         };
+        let manifest = self.life.local().map(|l| l.manifest.cache().clone());
+        let refused = refused.or_else(|| {
+            let m = manifest.as_ref()?;
+            self.loans.write(m, id, &written(m, wish.tokens, &wish.groups)).err().map(FailureCause::Overlap)
+        });
+        let kept = manifest.map(|m| outcome::kept(&m, wish.tokens, &wish.groups)).unwrap_or_default();
         if let Some(cause) = refused {
-            let report = Report::empty(wish.fence, wish.assurance, Duration::ZERO);
+            let report = Report::empty(wish.fence, wish.assurance, Duration::ZERO, kept);
             let result = Box::new(Err(Failed { cause, report }));
             self.effects.push_back(Effect::PullEnded { pull: id, result });
             return id;
@@ -143,9 +160,9 @@ impl OwnerSession {
         let link = self.link_to(&wish.address, &wish.fence.engine);
         self.pulls.by_fence.insert(wish.fence.clone(), id);
         let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
-        self.pulls
-            .open
-            .insert(id, Pull { wish, link, pairing: None, questions: BTreeSet::new(), started: self.now, state });
+        let (started, groups) = (self.now, Outcomes { kept, delivered: Vec::new() });
+        let pull = Pull { wish, link, pairing: None, questions: BTreeSet::new(), groups, started, state };
+        self.pulls.open.insert(id, pull);
         if self.links.peer(link).is_some() {
             self.ask(id);
         }
@@ -219,10 +236,13 @@ impl OwnerSession {
             Ok(map) => map,
             Err(error) => return self.give_back(id, link, granted, error.into()),
         };
-        let full_hit = match BoundRequest::new(direction.compatible(), request.clone()) {
-            Ok(bound) => bound.is_full_hit(),
+        let (full_hit, delivered) = match BoundRequest::new(direction.compatible(), request.clone()) {
+            Ok(bound) => (bound.is_full_hit(), outcome::delivered(direction.compatible(), &request, &bound)),
             Err(errors) => return self.give_back(id, link, granted, FailureCause::Request(errors)),
         };
+        if let Some(pull) = self.pulls.open.get_mut(&id) {
+            pull.groups.delivered = delivered;
+        }
         if full_hit {
             return self.reads_ended(id, granted.full_hit(), None);
         }
@@ -251,7 +271,13 @@ impl OwnerSession {
             Some(State::Reading(reading)) => (reading, None),
             Some(State::Stopping { reading, cause, until }) => (reading, Some((cause, until))),
             Some(other) => return self.pulls.put(id, other),
-            None => return,
+            None => {
+                // The request has ended without it. Whatever it says, it has stopped, unless it says that it doesn't know.
+                if !matches!(&result, Err(fault) if fault.in_doubt) {
+                    self.loans.stopped(id, rank);
+                }
+                return;
+            }
         };
         match (reading.on_rank(rank, result), stopping) {
             (Step::Next(ended), stopping) => self.reads_ended(id, ended, stopping.and_then(|(cause, _)| cause)),
@@ -296,9 +322,10 @@ impl OwnerSession {
         match self.pulls.take(id) {
             Some(State::Releasing(releasing, assured)) => match releasing.on_answer(answer) {
                 Step::Next(Ok(held)) => {
-                    let Some(pull) = self.pulls.open.get(&id) else { return };
+                    let Some(pull) = self.pulls.open.get_mut(&id) else { return };
                     let took = self.now.saturating_sub(pull.started);
-                    self.end(id, Ok(Delivered::new(&held, assured, took)));
+                    let groups = std::mem::take(&mut pull.groups.delivered);
+                    self.end(id, Ok(Delivered::new(&held, assured, took, groups)));
                 }
                 Step::Next(Err(ended)) => self.fail(id, FailureCause::Stale, Some(&ended)),
                 Step::Ignored(same) | Step::Waiting(same) => self.pulls.put(id, State::Releasing(same, assured)),
@@ -440,12 +467,13 @@ impl OwnerSession {
     }
 
     fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
-        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         let (fence, level) = (pull.wish.fence.clone(), pull.wish.assurance);
         let took = self.now.saturating_sub(pull.started);
+        let kept = std::mem::take(&mut pull.groups.kept);
         let report = match ended {
-            Some(ended) => Report::of(fence, level, took, ended),
-            None => Report::empty(fence, level, took),
+            Some(ended) => Report::of(fence, level, took, ended, kept),
+            None => Report::empty(fence, level, took, kept),
         };
         self.end(id, Err(Failed { cause, report }));
     }
@@ -453,6 +481,11 @@ impl OwnerSession {
     fn end(&mut self, id: PullId, result: Result<Delivered, Failed>) {
         let Some(pull) = self.pulls.open.remove(&id) else { return };
         self.pulls.by_fence.remove(&pull.wish.fence);
+        if let Some(local) = self.life.local() {
+            let places = written(local.manifest.cache(), pull.wish.tokens, &pull.wish.groups);
+            let in_doubt = result.as_ref().err().map_or(&[][..], |failed| &failed.report.in_doubt);
+            self.loans.write_ended(id, places, in_doubt);
+        }
         self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
     }
 }

@@ -7,12 +7,15 @@ use std::time::Duration;
 use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{BoundRequest, DstGroup};
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
 use kvferry_transport::{OpId, Outcome, PeerId, Region};
 
 use super::compare::{Compare, Progress};
+use super::stage::Steps;
+use crate::staging::Segment;
 
 /// What the session must do next for a pull.
 #[derive(Debug)]
@@ -21,6 +24,8 @@ pub(super) enum Next {
     Wait,
     /// Ask these operations to stop.
     Stop(Vec<OpId>),
+    /// A source's bytes are staged: permute them into place, then [`Pull::on_permuted`].
+    Permute(RankId),
     /// All sources are read: zero, then [`Pull::compare`].
     AllRead,
     /// Ask the owner for these digests.
@@ -31,10 +36,14 @@ pub(super) enum Next {
 
 #[derive(Debug)]
 pub(super) enum SourceState {
-    /// Not posted yet.
-    Queued(PeerId),
+    /// Waiting for a segment of staging memory.
+    Waiting(PeerId),
+    /// Not posted yet: this batch will be.
+    Queued(PeerId, Arc<BoundedBatch>),
     /// Posted.
     Reading { op: OpId, since: Duration },
+    /// Staged, and being permuted into place.
+    Permuting { since: Duration },
     /// In place.
     Read { took: Duration },
     /// In place, and being compared.
@@ -47,21 +56,29 @@ pub(super) enum SourceState {
 
 #[derive(Debug)]
 pub(super) struct Source {
+    /// The bytes as they go straight from place to place: what is compared, however they came.
     pub(super) batch: Arc<BoundedBatch>,
     pub(super) state: SourceState,
+    pub(super) steps: Option<Steps>,
     before: u64,
     after: u64,
+    rows: u64,
 }
 
 impl Source {
-    pub(super) fn queued(lane: PeerId, batch: Arc<BoundedBatch>, before: u64) -> Self {
-        let after = batch.batch().descriptors();
-        Self { batch, state: SourceState::Queued(lane), before, after }
+    pub(super) fn direct(lane: PeerId, batch: Arc<BoundedBatch>, before: u64) -> Self {
+        let (after, rows) = (batch.batch().descriptors(), batch.batch().rows());
+        Self { state: SourceState::Queued(lane, batch.clone()), batch, steps: None, before, after, rows }
+    }
+
+    pub(super) fn staged(lane: PeerId, batch: Arc<BoundedBatch>, before: u64, steps: Steps) -> Self {
+        let (after, rows) = steps.size();
+        Self { batch, state: SourceState::Waiting(lane), steps: Some(steps), before, after, rows }
     }
 
     /// A named source of which this request needs nothing.
     pub(super) fn nothing(batch: Arc<BoundedBatch>) -> Self {
-        Self { batch, state: SourceState::Read { took: Duration::ZERO }, before: 0, after: 0 }
+        Self { batch, state: SourceState::Read { took: Duration::ZERO }, steps: None, before: 0, after: 0, rows: 0 }
     }
 }
 
@@ -76,6 +93,10 @@ pub(super) struct Pull {
     fault: Option<RankFault>,
     zeroed: Bytes,
     bad: Vec<BadBlock>,
+    /// Segments that nothing touches any more.
+    pub(super) freed: Vec<Segment>,
+    /// Sources that don't wait for a segment any more.
+    pub(super) given_up: Vec<RankId>,
 }
 
 impl Pull {
@@ -86,12 +107,23 @@ impl Pull {
         started: Duration,
         sources: BTreeMap<RankId, Source>,
     ) -> Self {
-        Self { assurance, request, written, started, sources, fault: None, zeroed: Bytes::ZERO, bad: Vec::new() }
+        Self {
+            assurance,
+            request,
+            written,
+            started,
+            sources,
+            fault: None,
+            zeroed: Bytes::ZERO,
+            bad: Vec::new(),
+            freed: Vec::new(),
+            given_up: Vec::new(),
+        }
     }
 
     /// Whether a source waits for a place in the transport's queue.
     pub(super) fn has_queued(&self) -> bool {
-        self.fault.is_none() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(_)))
+        self.fault.is_none() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(..)))
     }
 
     /// Whether bytes are to be digested here.
@@ -103,24 +135,81 @@ impl Pull {
     pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, now: Duration) -> Next {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
         let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
+        let segment = |source: &mut Source| source.steps.as_mut().and_then(|s| s.segment.take());
         let (error, in_doubt) = match outcome {
             Outcome::Done(stats) => {
                 // Neighbours may also merge across the rows of the product form; who has moved them knows.
                 source.after = source.after.min(stats.descriptors.max(1));
+                if source.steps.is_some() && self.fault.is_none() {
+                    source.state = SourceState::Permuting { since };
+                    return Next::Permute(src);
+                }
                 source.state = SourceState::Read { took: now.saturating_sub(since) };
+                self.freed.extend(segment(source));
                 return self.after_reads();
             }
             Outcome::Failed(error) => (error, false),
             Outcome::InDoubt(error) => (error, true),
         };
         source.state = SourceState::Ended;
+        let lent = segment(source);
+        if !in_doubt {
+            self.freed.extend(lent);
+        }
         let text = format!("source rank {src}: {error}");
         self.fail(RankFault { stage: Stage::Read, text, in_doubt, bad: Vec::new() })
     }
 
+    /// A source gets the segment that it waits for; gives it back where it doesn't wait (any more).
+    pub(super) fn on_segment(
+        &mut self,
+        src: RankId,
+        segment: Segment,
+        wire: impl FnOnce(&Steps, PeerId) -> Result<Arc<BoundedBatch>, RankFault>,
+    ) -> Result<Next, Segment> {
+        let Some(source) = self.sources.get_mut(&src) else { return Err(segment) };
+        let (&SourceState::Waiting(lane), Some(steps)) = (&source.state, &mut source.steps) else {
+            return Err(segment);
+        };
+        steps.segment = Some(segment);
+        match wire(steps, lane) {
+            Ok(batch) => {
+                source.state = SourceState::Queued(lane, batch);
+                Ok(Next::Wait)
+            }
+            Err(fault) => {
+                source.state = SourceState::Ended;
+                self.freed.extend(steps.segment.take());
+                Ok(self.fail(fault))
+            }
+        }
+    }
+
+    /// What a source had staged is in place, or can't be brought there: then nothing was touched.
+    pub(super) fn on_permuted(&mut self, src: RankId, result: Result<(), String>, now: Duration) -> Next {
+        let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
+        let SourceState::Permuting { since } = source.state else { return Next::Wait };
+        self.freed.extend(source.steps.as_mut().and_then(|s| s.segment.take()));
+        match result {
+            Ok(()) => {
+                source.state = SourceState::Read { took: now.saturating_sub(since) };
+                self.after_reads()
+            }
+            Err(text) => {
+                source.state = SourceState::Ended;
+                let text = format!("source rank {src}: {text}");
+                self.fail(RankFault { stage: Stage::Permute, text, in_doubt: false, bad: Vec::new() })
+            }
+        }
+    }
+
     /// Goes on when nothing is in flight or queued any more.
     pub(super) fn after_reads(&mut self) -> Next {
-        let waiting = |s: &Source| matches!(s.state, SourceState::Queued(_) | SourceState::Reading { .. });
+        let waiting = |s: &Source| match s.state {
+            SourceState::Waiting(_) | SourceState::Queued(..) => true,
+            SourceState::Reading { .. } | SourceState::Permuting { .. } => true,
+            _ => false,
+        };
         match &self.fault {
             None if self.sources.values().any(waiting) => Next::Wait,
             None if self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. })) => Next::AllRead,
@@ -139,16 +228,29 @@ impl Pull {
     }
 
     fn stop(&mut self) -> Next {
-        let mut ops = Vec::new();
-        for source in self.sources.values_mut() {
+        let (mut ops, mut permuting) = (Vec::new(), false);
+        for (&src, source) in &mut self.sources {
             match source.state {
                 SourceState::Reading { op, .. } => ops.push(op),
-                SourceState::Queued(_) | SourceState::Comparing { .. } => source.state = SourceState::Ended,
+                // Somebody writes our blocks; it won't be long.
+                SourceState::Permuting { .. } => permuting = true,
+                SourceState::Waiting(_) => {
+                    source.state = SourceState::Ended;
+                    self.given_up.push(src);
+                }
+                SourceState::Queued(..) => {
+                    source.state = SourceState::Ended;
+                    self.freed.extend(source.steps.as_mut().and_then(|s| s.segment.take()));
+                }
+                SourceState::Comparing { .. } => source.state = SourceState::Ended,
                 _ => {}
             }
         }
         if !ops.is_empty() {
             return Next::Stop(ops);
+        }
+        if permuting {
+            return Next::Wait;
         }
         match self.fault.take() {
             Some(fault) => Next::End(Err(fault)),
@@ -254,9 +356,10 @@ impl Pull {
             SourceReport {
                 src,
                 bytes: batch.bytes(),
-                rows: batch.rows(),
+                rows: s.rows,
                 descriptors_before: s.before,
                 descriptors_after: s.after,
+                place: if s.steps.is_some() { Place::Destination } else { Place::Direct },
                 took,
             }
         });

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_geometry::compat::{CompatOptions, Unmatched};
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::peers::PeerOptions;
+use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, Tokens};
 
 use super::request::Budget;
@@ -419,6 +420,11 @@ impl TryFrom<dto::Pulled> for FromRank {
             rows: s.rows,
             descriptors_before: s.descriptors_before,
             descriptors_after: s.descriptors_after,
+            place: match s.place {
+                dto::Place::Direct => Place::Direct,
+                dto::Place::Destination => Place::Destination,
+                dto::Place::Source => Place::Source,
+            },
             took: Duration::from_nanos(s.took_ns),
         };
         let result = match d.result {
@@ -440,6 +446,7 @@ fn fault(d: dto::RankFault) -> Converted<RankFault> {
         dto::Stage::Connect => Stage::Connect,
         dto::Stage::Submit => Stage::Submit,
         dto::Stage::Read => Stage::Read,
+        dto::Stage::Permute => Stage::Permute,
         dto::Stage::Zero => Stage::Zero,
         dto::Stage::Compare => Stage::Compare,
         dto::Stage::Cancelled => Stage::Cancelled,
@@ -459,6 +466,11 @@ impl From<&RankReport> for dto::RankReport {
             rows: s.rows,
             descriptors_before: s.descriptors_before,
             descriptors_after: s.descriptors_after,
+            place: match s.place {
+                Place::Direct => dto::Place::Direct,
+                Place::Destination => dto::Place::Destination,
+                Place::Source => dto::Place::Source,
+            },
             took_ns: nanos(s.took),
         };
         Self {
@@ -477,6 +489,7 @@ impl From<&RankFault> for dto::RankFault {
             Stage::Connect => dto::Stage::Connect,
             Stage::Submit => dto::Stage::Submit,
             Stage::Read => dto::Stage::Read,
+            Stage::Permute => dto::Stage::Permute,
             Stage::Zero => dto::Stage::Zero,
             Stage::Compare => dto::Stage::Compare,
             Stage::Cancelled => dto::Stage::Cancelled,

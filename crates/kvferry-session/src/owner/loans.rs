@@ -1,0 +1,242 @@
+//! Which blocks of our engine are lent, and to whom: what requests write, and what leases let others read.
+//!
+//! A block that is written must be nobody else's: no other request may write it, and no lease may show it. Blocks that are only
+//! read may be lent any number of times (requests with a common prefix). Where groups share memory, blocks of different groups
+//! with common bytes count as one. A request in doubt keeps its blocks in quarantine: its ranks may still write them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::request::{DstGroup, DstPaged, SrcGroup, SrcPaged};
+use kvferry_geometry::spec::{Item, Retention};
+use kvferry_geometry::units::{BlockId, GroupId, Name, RankId, TokenRange, Tokens};
+use kvferry_proto::rank::PullId;
+
+/// A block or slot of a group.
+type Place = (GroupId, BlockId);
+
+/// Who has a block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Holder {
+    /// A request in progress writes it.
+    Pull(PullId),
+    /// A request has ended, and some of its ranks may still write it.
+    Quarantine(PullId),
+    /// An open lease lets others read it.
+    Lease,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pull(id) => write!(f, "request {id} in progress writes"),
+            Self::Quarantine(id) => write!(f, "request {id} has left in quarantine: a rank may still write it"),
+            Self::Lease => f.write_str("an open lease offers"),
+        }
+    }
+}
+
+/// Blocks that are asked for are lent already.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("block {block} of group {group} shares bytes with block {lent} of group {lent_group}, which {holder}")]
+pub struct Overlap {
+    /// The group.
+    pub group: Name,
+    /// Its block that was asked for.
+    pub block: BlockId,
+    /// The group of the block that is lent: the same, or one that shares its memory.
+    pub lent_group: Name,
+    /// The block that is lent.
+    pub lent: BlockId,
+    /// To whom.
+    pub holder: Holder,
+}
+
+/// What a block is lent for.
+#[derive(Clone, Copy, Debug, Default)]
+struct Use {
+    writer: Option<(PullId, bool)>,
+    readers: u32,
+}
+
+impl Use {
+    fn holder(self, also_readers: bool) -> Option<Holder> {
+        match self.writer {
+            Some((id, false)) => Some(Holder::Pull(id)),
+            Some((id, true)) => Some(Holder::Quarantine(id)),
+            None if also_readers && self.readers > 0 => Some(Holder::Lease),
+            None => None,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Loans {
+    used: BTreeMap<Place, Use>,
+    /// Requests in quarantine, with their blocks and the ranks that have not said that they have stopped.
+    quarantine: BTreeMap<PullId, (Vec<Place>, BTreeSet<RankId>)>,
+}
+
+impl Loans {
+    /// Lends a request the blocks that it writes.
+    pub(super) fn write(&mut self, m: &Manifest, id: PullId, places: &[Place]) -> Result<(), Overlap> {
+        self.check(m, places, true)?;
+        for place in places {
+            self.used.entry(*place).or_default().writer = Some((id, false));
+        }
+        Ok(())
+    }
+
+    /// Lends a lease the blocks that it shows.
+    pub(super) fn read(&mut self, m: &Manifest, places: &[Place]) -> Result<(), Overlap> {
+        self.check(m, places, false)?;
+        for place in places {
+            let readers = &mut self.used.entry(*place).or_default().readers;
+            *readers = readers.saturating_add(1);
+        }
+        Ok(())
+    }
+
+    /// A lease is over.
+    pub(super) fn read_ended(&mut self, places: &[Place]) {
+        for place in places {
+            self.update(place, |used| used.readers = used.readers.saturating_sub(1));
+        }
+    }
+
+    /// A request has ended; these ranks may still write.
+    pub(super) fn write_ended(&mut self, id: PullId, places: Vec<Place>, in_doubt: &[RankId]) {
+        let doubt = !in_doubt.is_empty();
+        for place in &places {
+            self.update(place, |used| {
+                if matches!(used.writer, Some((of, _)) if of == id) {
+                    used.writer = doubt.then_some((id, true));
+                }
+            });
+        }
+        if doubt {
+            self.quarantine.insert(id, (places, in_doubt.iter().copied().collect()));
+        }
+    }
+
+    /// A rank that was in doubt says, late, that it has stopped.
+    pub(super) fn stopped(&mut self, id: PullId, rank: RankId) {
+        let Some((_, ranks)) = self.quarantine.get_mut(&id) else { return };
+        ranks.remove(&rank);
+        if ranks.is_empty()
+            && let Some((places, _)) = self.quarantine.remove(&id)
+        {
+            self.write_ended(id, places, &[]);
+        }
+    }
+
+    /// Blocks in quarantine.
+    pub(super) fn quarantined(&self) -> usize {
+        self.quarantine.values().map(|(places, _)| places.len()).sum()
+    }
+
+    /// Whether nothing is lent.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.used.is_empty() && self.quarantine.is_empty()
+    }
+
+    fn update(&mut self, place: &Place, change: impl FnOnce(&mut Use)) {
+        let Some(used) = self.used.get_mut(place) else { return };
+        change(used);
+        if used.writer.is_none() && used.readers == 0 {
+            self.used.remove(place);
+        }
+    }
+
+    /// Whether no block is lent; those that are only read count for who wants to write.
+    fn check(&self, m: &Manifest, places: &[Place], to_write: bool) -> Result<(), Overlap> {
+        for &(group, block) in places {
+            let same = (group, block..=block);
+            for (other, ids) in std::iter::once(same).chain(m.sharing(group, block)) {
+                let (from, to) = ids.into_inner();
+                let lent = self.used.range((other, from)..=(other, to));
+                let found = lent.filter_map(|(place, used)| Some((place.1, used.holder(to_write)?))).next();
+                if let Some((lent, holder)) = found {
+                    let name =
+                        |g: GroupId| m.groups().get(g.index()).map_or_else(|| Name::new("?"), |g| g.name.clone());
+                    return Err(Overlap { group: name(group), block, lent_group: name(other), lent, holder });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The blocks and slots that a request for the first `tokens` tokens may write, zeroed ones included.
+pub(super) fn written(m: &Manifest, tokens: Tokens, groups: &[DstGroup]) -> Vec<Place> {
+    let of_group = |(id, g): (GroupId, &DstGroup)| -> Vec<Place> {
+        let ids: Vec<BlockId> = match g {
+            DstGroup::Paged(g) => paged_written(m, id, tokens, g),
+            DstGroup::State(g) => g.slot.into_iter().chain(g.more.iter().map(|c| c.slot)).collect(),
+        };
+        ids.into_iter().map(|block| (id, block)).collect()
+    };
+    (0u32..).map(GroupId::new).zip(groups).flat_map(of_group).collect()
+}
+
+fn paged_written(m: &Manifest, id: GroupId, tokens: Tokens, g: &DstPaged) -> Vec<BlockId> {
+    if is_ring(m, id) {
+        let all = g.cached < tokens;
+        return g.table.iter().filter(|_| all).collect();
+    }
+    let need = |item: &Item| {
+        let kept = item.as_paged()?.retention.needed(tokens);
+        let need = kept.intersect(TokenRange::new(g.cached, tokens));
+        (!need.is_empty()).then(|| need.start().get())
+    };
+    match items(m, id).filter_map(need).min() {
+        Some(first) => from_position(&g.table, first / block_tokens(m, id)).collect(),
+        None => Vec::new(),
+    }
+}
+
+/// The blocks and slots whose bytes an offer shows.
+pub(super) fn shown(m: &Manifest, groups: &[SrcGroup]) -> Vec<Place> {
+    let of_group = |(id, g): (GroupId, &SrcGroup)| -> Vec<Place> {
+        let ids: Vec<BlockId> = match g {
+            SrcGroup::Paged(g) => paged_shown(m, id, g),
+            SrcGroup::State(g) => g.checkpoints.iter().map(|c| c.slot).collect(),
+        };
+        ids.into_iter().map(|block| (id, block)).collect()
+    };
+    (0u32..).map(GroupId::new).zip(groups).flat_map(of_group).collect()
+}
+
+/// Entries before and after the held tokens are placeholders.
+fn paged_shown(m: &Manifest, id: GroupId, g: &SrcPaged) -> Vec<BlockId> {
+    if g.held.is_empty() {
+        return Vec::new();
+    }
+    if is_ring(m, id) {
+        return g.table.iter().collect();
+    }
+    let each = block_tokens(m, id);
+    let (first, end) = (g.held.start().get() / each, g.held.end().get().div_ceil(each));
+    let most = end.saturating_sub(first.max(g.table.first_position()));
+    from_position(&g.table, first).take(usize::try_from(most).unwrap_or(usize::MAX)).collect()
+}
+
+fn from_position(table: &kvferry_geometry::request::BlockTable, first: u64) -> impl Iterator<Item = BlockId> {
+    let skipped = first.saturating_sub(table.first_position());
+    table.iter().skip(usize::try_from(skipped).unwrap_or(usize::MAX))
+}
+
+fn items(m: &Manifest, id: GroupId) -> impl Iterator<Item = &Item> {
+    m.groups().get(id.index()).into_iter().flat_map(|g| &g.items).filter_map(|item| m.spec().get(*item))
+}
+
+fn block_tokens(m: &Manifest, id: GroupId) -> u64 {
+    m.groups().get(id.index()).map_or(1, |g| g.block_tokens.get()).max(1)
+}
+
+fn is_ring(m: &Manifest, id: GroupId) -> bool {
+    items(m, id).filter_map(Item::as_paged).any(|p| matches!(p.retention, Retention::Ring(_)))
+}

@@ -1,0 +1,167 @@
+//! Two engines of this process whose decode ranks stage what they read: the same bytes, permuted on threads of the workers.
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+
+use std::time::Duration;
+
+use kvferry::{
+    Address, Assurance, BlockId, BlockTable, Bytes, ContentKey, DstPaged, EngineId, OfferSpec, Owner, Place, PullSpec,
+    Region, SrcPaged, StagingOptions, Tail, TokenRange, Tokens, Way, Worker, WorkerError, WorkerHandle,
+};
+use kvferry_geometry::layout::LayoutStyle;
+use kvferry_geometry::manifest::{CacheGroup, RankManifest};
+use kvferry_geometry::placement::{HeadRule, Parallelism};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
+use kvferry_geometry::units::{ItemId, Name, RankId};
+use kvferry_transport::mem::MemNetwork;
+
+const N: u64 = 100;
+const SOON: Duration = Duration::from_secs(30);
+
+struct Engine {
+    spec: ModelSpec,
+    group: CacheGroup,
+    ranks: Vec<RankManifest>,
+    memory: Vec<Vec<Region>>,
+}
+
+/// Two layers of 8 heads of 64 bytes, blocks of 16 tokens.
+fn engine(tp: u32, style: LayoutStyle) -> Engine {
+    let item = |name| Item::paged(name, PagedItem::new(8, vec![Component::new("kv", 64, "bf16")]));
+    let spec = ModelSpec::new(vec![item("a"), item("b")]).unwrap();
+    let items = vec![ItemId::new(0), ItemId::new(1)];
+    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).unwrap();
+    let rank = |placement| {
+        let layout = style.build(&spec, &placement, &[(&items, 16, 64)]).unwrap();
+        RankManifest { placement, layout }
+    };
+    let ranks: Vec<RankManifest> = placed.into_iter().map(rank).collect();
+    let region = |r: &kvferry_geometry::layout::Region| Region::zeroed(usize::try_from(r.len.get()).unwrap()).unwrap();
+    let memory = ranks.iter().map(|r| r.layout.regions.iter().map(region).collect()).collect();
+    let group = CacheGroup { name: Name::new("all"), items, block_tokens: Tokens::new(16) };
+    Engine { spec, group, ranks, memory }
+}
+
+impl Engine {
+    /// Places of the values of a request's tokens, each with its number over the whole engine.
+    fn each(&self, table: &[u32], mut visit: impl FnMut(&Region, u64, u64)) {
+        for (rank, (manifest, memory)) in self.ranks.iter().zip(&self.memory).enumerate() {
+            for (i, view) in manifest.layout.views.iter().enumerate() {
+                let view = view.as_ref().unwrap().as_paged().unwrap();
+                let heads = manifest.placement[i].as_ref().unwrap().as_paged().unwrap().heads;
+                let c = &view.components[0];
+                for t in 0..N {
+                    let block = u64::from(table[usize::try_from(t / 16).unwrap()]);
+                    for h in heads.start()..heads.end() {
+                        let at = view.offset.get()
+                            + block * view.block_stride.get()
+                            + c.offset.get()
+                            + u64::from(h - heads.start()) * c.head_stride.get()
+                            + t % 16 * c.entry_stride.get();
+                        visit(&memory[view.region.index()], at, (i as u64 * N + t) * 8 + u64::from(h));
+                    }
+                }
+            }
+            assert!(rank < 8);
+        }
+    }
+}
+
+fn value(number: u64, salt: u64) -> [u8; 64] {
+    std::array::from_fn(|x| {
+        ((number * 64 + x as u64).wrapping_mul(2654435761).wrapping_add(salt) >> 7).to_le_bytes()[0] | 1
+    })
+}
+
+fn workers(
+    id: &str,
+    owner: &Owner,
+    engine: &Engine,
+    network: &MemNetwork,
+    options: StagingOptions,
+) -> Vec<WorkerHandle> {
+    let worker = |(i, manifest): (u32, &RankManifest)| {
+        let memory = engine.memory[i as usize].clone();
+        let transport = Box::new(network.endpoint().unwrap());
+        let engine = EngineId::new(id).unwrap();
+        Worker::builder(engine, RankId::new(i), owner.rank_socket(), manifest.clone(), memory, transport)
+            .staging(options)
+            .spawn()
+            .unwrap()
+    };
+    (0u32..).zip(&engine.ranks).map(worker).collect()
+}
+
+fn table(ids: &[u32]) -> BlockTable {
+    BlockTable::new(0, &ids.iter().map(|&id| BlockId::new(id)).collect::<Vec<_>>())
+}
+
+#[tokio::test]
+async fn workers_permute_what_they_have_staged() {
+    let network = MemNetwork::new(11);
+    let (p, d) = (engine(2, LayoutStyle::HND), engine(1, LayoutStyle::NHD));
+    let owner = |id, e: &Engine, ranks| {
+        Owner::builder(EngineId::new(id).unwrap(), e.spec.clone(), vec![e.group.clone()], ranks)
+            .listen(Address::loopback(0))
+            .start()
+    };
+    let (po, d_owner) = (owner("p", &p, 2).await.unwrap(), owner("d", &d, 1).await.unwrap());
+    // Room for one source's share of one request at a time.
+    let options = StagingOptions { pool: Bytes::new(60 << 10), way: Way::Destination, ..StagingOptions::default() };
+    let mut handles = workers("p", &po, &p, &network, StagingOptions::default());
+    handles.extend(workers("d", &d_owner, &d, &network, options));
+    po.ready(SOON).await.unwrap();
+    d_owner.ready(SOON).await.unwrap();
+
+    let requests: Vec<(Vec<u32>, Vec<u32>)> =
+        (0..6).map(|i| ((0..7).map(|k| k * 6 + i).collect(), (0..7).map(|k| 60 - i - k * 6).collect())).collect();
+    let mut pulls = Vec::new();
+    for (salt, (src, dst)) in (0u64..).zip(&requests) {
+        p.each(src, |region, at, number| region.write(at, &value(number, salt)).unwrap());
+        let content_key = ContentKey::from_bytes([9; 32]);
+        let held = TokenRange::new(Tokens::ZERO, Tokens::new(N));
+        let group = SrcPaged { table: table(src), held, tail: Tail::Exact }.into();
+        let reference = po.offer(OfferSpec { groups: vec![group], content_key }).await.unwrap();
+        let spec = PullSpec {
+            tokens: Tokens::new(N),
+            groups: vec![DstPaged { table: table(dst), cached: Tokens::ZERO }.into()],
+            content_key,
+            assurance: Assurance::Full,
+            deadline: SOON,
+        };
+        pulls.push(d_owner.pull(reference, spec).await.unwrap());
+    }
+    for (salt, (pull, (_, dst))) in (0u64..).zip(pulls.into_iter().zip(&requests)) {
+        let delivered = pull.await.unwrap();
+        assert!(delivered.report().pairs.iter().all(|p| p.place == Place::Destination));
+        assert_eq!(delivered.report().bytes(), Bytes::new(N * 2 * 8 * 64));
+        assert_eq!(delivered.report().groups[0].complete, (0, 6));
+        d.each(dst, |region, at, number| {
+            let mut got = [0; 64];
+            region.read(at, &mut got).unwrap();
+            assert_eq!(got, value(number, salt), "value {number} of request {salt}");
+        });
+    }
+    d_owner.shutdown().await;
+    po.shutdown().await;
+    for handle in handles {
+        handle.join().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_cannot_stage_says_so() {
+    let network = MemNetwork::new(12);
+    let e = engine(1, LayoutStyle::HND);
+    let owner =
+        Owner::builder(EngineId::new("e").unwrap(), e.spec.clone(), vec![e.group.clone()], 1).start().await.unwrap();
+    for (way, pool, text) in
+        [(Way::Source, 1 << 20, "message for it"), (Way::Destination, 0, "give it at least 4096 B")]
+    {
+        let options = StagingOptions { way, pool: Bytes::new(pool), ..StagingOptions::default() };
+        let transport = Box::new(network.endpoint().unwrap());
+        let (id, rank) = (EngineId::new("e").unwrap(), RankId::new(0));
+        let worker = Worker::builder(id, rank, owner.rank_socket(), e.ranks[0].clone(), e.memory[0].clone(), transport);
+        let error = worker.staging(options).connect().unwrap_err();
+        assert!(matches!(&error, WorkerError::Staging(_)) && error.to_string().contains(text), "{error}");
+    }
+}
