@@ -569,7 +569,9 @@ mod tests {
                 if let Some(t) = strips.next_tile() {
                     wide += u64::from(t.outer.count > 1);
                     let one = |p: &Part| p.nest.dims.len() == 1 && p.nest.dims[0] == t.inner;
-                    paired += u64::from(t.outer.count > 1 && batch.batch().sections().iter().any(|s| s.parts.iter().any(one)));
+                    paired += u64::from(
+                        t.outer.count > 1 && batch.batch().sections().iter().any(|s| s.parts.iter().any(one)),
+                    );
                     for (o, i) in (0..t.outer.count).flat_map(|o| (0..t.inner.count).map(move |i| (o, i))) {
                         let src = t.src_offset + o * t.outer.src_stride + i * t.inner.src_stride;
                         let dst = t.dst_offset + o * t.outer.dst_stride + i * t.inner.dst_stride;
