@@ -30,7 +30,7 @@ mod check;
 mod overlap;
 mod style;
 
-pub(crate) use alias::Shared;
+pub(crate) use alias::{Shared, TooMany};
 pub use check::LayoutError;
 pub use style::{ComponentOrder, LayoutStyle, Rows, StateOrder, StyleError, TokenOrder};
 

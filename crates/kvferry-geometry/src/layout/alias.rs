@@ -1,6 +1,6 @@
 //! Which cache groups of a rank share memory, so that a request's blocks of different groups can be proven apart.
 
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use core::ops::RangeInclusive;
 
@@ -23,6 +23,23 @@ struct Track {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Shared {
     regions: BTreeSet<Vec<Track>>,
+    /// Tracks that came from taking extents apart.
+    apart: u128,
+}
+
+/// The most tracks, over all ranks, that extents are taken apart into; what goes beyond counts as covered from end to end.
+const MAX_APART: u128 = 1 << 16;
+/// The most places that one look for an overlap lists.
+const MAX_PLACES: u64 = 1 << 21;
+
+/// Two blocks of different groups.
+pub(crate) type Meeting = ((GroupId, BlockId), (GroupId, BlockId));
+
+/// A request lists so many blocks in memory that groups share that they are not compared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct TooMany {
+    pub(crate) got: u64,
+    pub(crate) limit: u64,
 }
 
 impl Shared {
@@ -51,23 +68,49 @@ impl Shared {
                 if view.region() == region {
                     let stride = view.stride().get();
                     let group = group_of[id.index()];
-                    let extents = overlap::extents(item, p, view);
-                    tracks.extend(extents.iter().flat_map(|e| tracks_of(group, stride, view.blocks(), e)));
+                    for extent in overlap::extents(item, p, view) {
+                        self.tracks_of(group, stride, view.blocks(), &extent, &mut tracks);
+                    }
                 }
             }
             self.regions.insert(joined(tracks));
         }
     }
 
+    /// What a block covers of an extent: loops that step over whole blocks (heads outside blocks, say) are taken apart, and what
+    /// lies inside a block's stride counts as covered from its first to its last byte.
+    fn tracks_of(&mut self, group: GroupId, stride: u64, blocks: u32, extent: &Extent, out: &mut Vec<Track>) {
+        let fits = |n: u128| u64::try_from(n).unwrap_or(u64::MAX);
+        let mut starts = alloc::vec![extent.start()];
+        let mut len = extent.run();
+        let mut of_blocks = blocks > 1;
+        for &(count, step) in extent.dims() {
+            let more = (starts.len() as u128).saturating_mul(count);
+            if of_blocks && (count, step) == (u128::from(blocks), u128::from(stride)) {
+                of_blocks = false;
+            } else if step > u128::from(stride) && self.apart.saturating_add(more) <= MAX_APART {
+                starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * step)).collect();
+            } else {
+                len += (count - 1) * step;
+            }
+        }
+        if starts.len() > 1 {
+            self.apart += starts.len() as u128;
+        }
+        out.extend(starts.into_iter().map(|s| Track { group, start: fits(s), stride, len: fits(len) }));
+    }
+
     /// Two blocks of different groups that share bytes, given the blocks of each group.
-    pub(crate) fn overlap(
-        &self,
-        ids: impl Fn(GroupId) -> Vec<BlockId>,
-    ) -> Option<((GroupId, BlockId), (GroupId, BlockId))> {
+    pub(crate) fn overlap(&self, ids: &BTreeMap<GroupId, Vec<BlockId>>) -> Result<Option<Meeting>, TooMany> {
+        let of = |t: &Track| ids.get(&t.group).map_or(&[][..], Vec::as_slice);
+        let got = self.regions.iter().flatten().map(|t| of(t).len() as u64).fold(0, u64::saturating_add);
+        if got > MAX_PLACES {
+            return Err(TooMany { got, limit: MAX_PLACES });
+        }
         for tracks in &self.regions {
             let mut places: Vec<(u64, u64, GroupId, BlockId)> = Vec::new();
             for t in tracks {
-                places.extend(ids(t.group).into_iter().map(|id| {
+                places.extend(of(t).iter().map(|&id| {
                     let start = t.start.saturating_add(u64::from(id.get()).saturating_mul(t.stride));
                     (start, start.saturating_add(t.len), t.group, id)
                 }));
@@ -77,13 +120,15 @@ impl Shared {
             let mut reach: Option<(u64, GroupId, BlockId)> = None;
             for (start, end, group, id) in places {
                 match reach {
-                    Some((far, of, first)) if of != group && far > start => return Some(((of, first), (group, id))),
+                    Some((far, of, first)) if of != group && far > start => {
+                        return Ok(Some(((of, first), (group, id))));
+                    }
                     Some((far, of, _)) if of == group && far >= end => {}
                     _ => reach = Some((end, group, id)),
                 }
             }
         }
-        None
+        Ok(None)
     }
 
     /// The blocks of other groups that share bytes with a block: from an id to an id, both included. Ids may pass the group's last.
@@ -115,28 +160,6 @@ impl Track {
         };
         (first <= last).then(|| id(first)..=id(last))
     }
-}
-
-/// The most tracks that one extent is taken apart into.
-const MAX_TRACKS: u128 = 1 << 12;
-
-/// What a block covers of an extent: loops that step over whole blocks (heads outside blocks, say) are taken apart, and what
-/// lies inside a block's stride counts as covered from its first to its last byte.
-fn tracks_of(group: GroupId, stride: u64, blocks: u32, extent: &Extent) -> Vec<Track> {
-    let fits = |n: u128| u64::try_from(n).unwrap_or(u64::MAX);
-    let mut starts = alloc::vec![extent.start()];
-    let mut len = extent.run();
-    let mut of_blocks = blocks > 1;
-    for &(count, step) in extent.dims() {
-        if of_blocks && (count, step) == (u128::from(blocks), u128::from(stride)) {
-            of_blocks = false;
-        } else if step > u128::from(stride) && starts.len() as u128 * count <= MAX_TRACKS {
-            starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * step)).collect();
-        } else {
-            len += (count - 1) * step;
-        }
-    }
-    starts.into_iter().map(|s| Track { group, start: fits(s), stride, len: fits(len) }).collect()
 }
 
 /// Tracks of one group that lie in one stretch of its stride become one.

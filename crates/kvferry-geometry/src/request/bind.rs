@@ -11,6 +11,7 @@ use super::{
 use crate::batch::Side;
 use crate::compat::{Compatible, Link};
 use crate::digest::Digest;
+use crate::layout::TooMany;
 use crate::manifest::Manifest;
 use crate::spec::Retention;
 use crate::units::{BlockId, GroupId, ItemId, Name, TokenRange, Tokens};
@@ -391,15 +392,24 @@ fn check_apart(m: &Manifest, moves: &[GroupMove], dst: &[DstGroup], errors: &mut
         let first = &mut from[g.dst_group.index()];
         *first = (*first).min(g.range.start().get() / block);
     }
-    let meet = m.shared().overlap(|group| match dst.get(group.index()) {
-        Some(DstGroup::Paged(g)) => {
-            let skipped = from[group.index()].saturating_sub(g.table.first_position());
-            g.table.iter().skip(usize::try_from(skipped).unwrap_or(usize::MAX)).collect()
-        }
-        Some(DstGroup::State(g)) => g.slot.into_iter().chain(g.more.iter().map(|c| c.slot)).collect(),
-        None => Vec::new(),
+    let ids = (0u32..).map(GroupId::new).zip(dst).map(|(group, listed)| {
+        let ids = match listed {
+            DstGroup::Paged(g) => {
+                let skipped = from[group.index()].saturating_sub(g.table.first_position());
+                g.table.iter().skip(usize::try_from(skipped).unwrap_or(usize::MAX)).collect()
+            }
+            DstGroup::State(g) => g.slot.into_iter().chain(g.more.iter().map(|c| c.slot)).collect(),
+        };
+        (group, ids)
     });
-    if let Some(((first, a), (second, b))) = meet {
-        errors.push(RequestError::SharedBytes { first: name_of(m, first), second: name_of(m, second), a, b });
+    match m.shared().overlap(&ids.collect()) {
+        Ok(None) => {}
+        Ok(Some(((first, a), (second, b)))) => {
+            errors.push(RequestError::SharedBytes { first: name_of(m, first), second: name_of(m, second), a, b });
+        }
+        Err(TooMany { got, limit }) => {
+            let what = "the number of blocks in memory that groups share, times the stretches of each,";
+            errors.push(RequestError::TooLong { what, got, limit });
+        }
     }
 }

@@ -149,9 +149,16 @@ impl BlockTable {
                 sorted.windows(2).find(|w| w[1].0 - w[0].0 < w[0].1).map(|w| BlockId::new(w[1].0))
             }
             Ids::List(list) => {
-                let mut seen = vec![0u64; blocks as usize / 64 + 1];
                 let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(list.len());
-                list[fits(from)..fits(to)].iter().copied().find(|id| {
+                let listed = &list[fits(from)..fits(to)];
+                // A map of all blocks may be much longer than the list.
+                if (listed.len() as u64).saturating_mul(64) < u64::from(blocks) {
+                    let mut sorted = listed.to_vec();
+                    sorted.sort_unstable();
+                    return sorted.windows(2).find(|w| w[0] == w[1]).map(|w| w[0]);
+                }
+                let mut seen = vec![0u64; blocks as usize / 64 + 1];
+                listed.iter().copied().find(|id| {
                     let (word, bit) = (&mut seen[id.get() as usize / 64], 1u64 << (id.get() % 64));
                     core::mem::replace(word, *word | bit) & bit != 0
                 })
