@@ -33,12 +33,14 @@ const LAYERS: &[(&str, &[&str])] = &[
     ),
     ("kvferry-oracle", &["kvferry-geometry"]),
     (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
+    (FUZZ, &[GEOMETRY, MODELS, "kvferry-proto"]),
     ("kvferry-tests", EVERYTHING),
     ("kvferry-benches", EVERYTHING),
 ];
 const GEOMETRY: &str = "kvferry-geometry";
 const MODELS: &str = "kvferry-models";
 const GOLDEN: &str = "kvferry-golden";
+const FUZZ: &str = "kvferry-fuzz";
 const EVERYTHING: &[&str] = &[
     GEOMETRY,
     MODELS,
@@ -50,6 +52,7 @@ const EVERYTHING: &[&str] = &[
     "kvferry",
     "kvferry-oracle",
     GOLDEN,
+    FUZZ,
 ];
 
 /// Libraries of others that only the listed crates may depend on, and why. What isn't listed is free.
