@@ -1,40 +1,50 @@
-//! `cargo xtask check P.toml D.toml`: can engine D take over the cache of engine P?
+//! `cargo xtask check P D`: can engine D take over the cache of engine P?
 //!
-//! Exits 0 if it can, else 1, and lists everything that stands in the way: the faults of either description, then what
-//! differs between the two, with both values and what to change.
+//! Each is a description's file, or parallel sizes of `--model`. Exits 0 if it can, else 1, and lists everything that stands in the
+//! way: the faults of either description, then what differs between the two, with both values and what to change.
 //!
 //! With `--json` it prints one object:
 //! - `command` (`"check"`), `compatible` (bool);
 //! - `source`, `destination`: null where the description is faulty, else `file`, `name`, `model`, `parallel`, `ranks`,
-//!   `items`, `bytes_per_token`, `digest`, and `groups`, each with `name`, `items` (count), `block_tokens`, `blocks`;
+//!   `items`, `bytes_per_token`, `bytes_per_state`, `digest`, `share_memory` (whether groups lie in the same memory), and `groups`,
+//!   each with `name`, `kind` (`"paged"` or `"state"`), `items` (count), `retention` (a list; empty for states), `block_tokens`
+//!   (0 for states), `blocks` (slots, of states);
 //! - `faults`: of the descriptions; each has `side` (`"source"` or `"destination"`), `file`, `line` and `key` (null where
 //!   there is none), `message`;
-//! - `mismatches`: between them; each has `item`, `field` (`"item"`, `"heads"`, `"retention"`, `"components"`, `"width"`,
-//!   `"encoding"`, `"tokens"` or `"other"`), `component` (null where it is the whole item), `source`, `destination`, `change`.
+//! - `mismatches`: between them; each has `item`, `field` (`"item"`, `"kind"`, `"count"`, `"retention"`, `"components"`, `"width"`,
+//!   `"encoding"`, `"coverage"`, `"shared"`, `"tokens"` or `"other"`), `component` (or part; null where it is the whole item),
+//!   `source`, `destination`, `change`;
+//! - `ignored`: `source`, `destination`: items that only that side has and that were let pass.
 
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use kvferry_geometry::compat::{Compatible, Mismatch};
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::placement::HeadRange;
+use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::units::{GroupId, Name};
 use kvferry_models::{DescribeError, EngineDescription, InputErrors, ModelError};
 use serde_json::{Value, json};
 
-use crate::show;
+use crate::engine::{self, IgnoreArgs, ModelArgs, Named};
+use crate::{blocks, show};
 
-/// Two engine descriptions.
+/// Two engines.
 #[derive(clap::Args)]
 #[group(skip)]
 pub(crate) struct Args {
-    /// Description of the engine that has the cache (prefill)
-    #[arg(value_name = "P.toml")]
-    pub(crate) source: PathBuf,
-    /// Description of the engine that takes it over (decode)
-    #[arg(value_name = "D.toml")]
-    pub(crate) destination: PathBuf,
+    /// The engine that has the cache (prefill): the file of its description, or parallel sizes such as tp=4,pp=2
+    #[arg(value_name = "P")]
+    pub(crate) source: Named,
+    /// The engine that takes it over (decode)
+    #[arg(value_name = "D")]
+    pub(crate) destination: Named,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) ignore: IgnoreArgs,
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -49,7 +59,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// What the command prints, and whether the engines are compatible.
 fn report(args: &Args) -> (String, bool) {
-    let outcome = Outcome::new(&args.source, &args.destination, |_, _| {});
+    let outcome = Outcome::new(args, |_| Ok(()));
     let text = if args.json { format!("{:#}\n", outcome.json("check")) } else { outcome.text() };
     (text, outcome.compatible.is_some())
 }
@@ -92,32 +102,27 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// Reads and compares. `adjust` may fill in what a description leaves open, before its manifest is made; it is told
-    /// the side.
-    pub(crate) fn new(
-        source: &Path,
-        destination: &Path,
-        adjust: impl Fn(&'static str, &mut EngineDescription),
-    ) -> Self {
+    /// Reads and compares. `adjust` may fill in what a description leaves open, before its manifest is made.
+    pub(crate) fn new(args: &Args, adjust: impl Fn(&mut EngineDescription) -> Result<(), DescribeError>) -> Self {
         let mut faults = Vec::new();
-        let mut load = |side, path: &Path| {
-            let loaded = EngineDescription::from_file(path).and_then(|mut description| {
-                adjust(side, &mut description);
+        let mut load = |side, named: &Named| {
+            let loaded = args.model.describe(named, side).and_then(|mut description| {
+                adjust(&mut description)?;
                 let manifest = Arc::new(description.manifest()?);
-                Ok(Engine { description, manifest, file: path.display().to_string() })
+                Ok(Engine { description, manifest, file: named.to_string() })
             });
             match loaded {
                 Ok(engine) => Some(engine),
                 Err(error) => {
-                    faults.extend(faults_of(side, path, &error));
+                    faults.extend(faults_of(side, named, &error));
                     None
                 }
             }
         };
-        let (source, destination) = (load("source", source), load("destination", destination));
+        let (source, destination) = (load("source", &args.source), load("destination", &args.destination));
         let mut out = Self { source, destination, compatible: None, faults, differences: Vec::new() };
         if let (Some(src), Some(dst)) = (&out.source, &out.destination) {
-            match Compatible::new(src.manifest.clone(), dst.manifest.clone()) {
+            match Compatible::with(src.manifest.clone(), dst.manifest.clone(), args.ignore.options()) {
                 Err(found) => out.differences = found.0.iter().map(difference).collect(),
                 Ok(compatible) => match PeerMap::new(&compatible, 0) {
                     Ok(_) => out.compatible = Some(compatible),
@@ -142,9 +147,16 @@ impl Outcome {
         let row = |(side, engine): (&str, &Option<Engine>)| engine.as_ref().map(|e| e.row(side));
         let rows: Vec<Vec<String>> = engines.into_iter().filter_map(row).collect();
         if !rows.is_empty() {
-            let headings = ["", "file", "model", "parallel", "ranks", "items", "a token", "blocks and layout"];
+            let headings =
+                ["", "engine", "model", "parallel", "ranks", "items", "a token", "a state", "blocks and layout"];
             out.push_str(&show::table("", &headings, &rows));
             out.push('\n');
+        }
+        for (side, engine) in engines.into_iter().filter_map(|(side, e)| Some((side, e.as_ref()?))) {
+            if let Some(text) = engine.groups_text(side) {
+                out.push_str(&text);
+                out.push('\n');
+            }
         }
         for fault in &self.faults {
             out.push_str(&format!("{}: {}\n", fault.side, fault.text));
@@ -161,7 +173,7 @@ impl Outcome {
             }
         }
         for (d, items) in &told {
-            let count = number_of(items.len(), "item");
+            let count = show::number_of(items.len(), "item");
             out.push_str(&format!("{} differs in {count}: {}\n", d.what(), show::names(items.iter().copied())));
             out.push_str(&format!("    source       {}\n    destination  {}\n", d.source, d.destination));
             out.push_str(&format!("    change       {}\n", d.change));
@@ -172,16 +184,44 @@ impl Outcome {
     }
 
     fn verdict(&self) -> String {
-        if let (Some(_), Some(src)) = (&self.compatible, &self.source) {
-            let spec = src.manifest.spec();
-            let (items, bytes) = (spec.items().len(), show::count(spec.bytes_per_token().get()));
-            return format!("compatible: {items} items, {bytes} B a token");
+        if let (Some(c), Some(dst)) = (&self.compatible, &self.destination) {
+            let spec = dst.manifest.spec();
+            let ignored = self.ignored();
+            let moved = spec.items().len() - ignored[1].len();
+            let mut out = format!("compatible: {}", show::number_of(moved, "item"));
+            let left = ignored.iter().map(Vec::len).sum::<usize>();
+            if left > 0 {
+                out.push_str(&format!(
+                    ", {} left alone: {}",
+                    left,
+                    show::names(ignored.concat().iter().map(Name::as_str))
+                ));
+                return out;
+            }
+            let (token, state) = (c.dst().spec().bytes_per_token().get(), c.dst().spec().bytes_per_state().get());
+            out.push_str(&format!(", {} B a token", show::count(token)));
+            if state > 0 {
+                out.push_str(&format!(" and {} B a state", show::count(state)));
+            }
+            return out;
         }
         let (faults, differences) = (self.faults.len(), self.differences.len());
         if faults > 0 {
-            return format!("NOT compatible: {} in the descriptions", number_of(faults, "fault"));
+            return format!("NOT compatible: {} in the descriptions", show::number_of(faults, "fault"));
         }
-        format!("NOT compatible: {}", number_of(differences, "mismatch"))
+        format!("NOT compatible: {}", show::number_of(differences, "mismatch"))
+    }
+
+    /// Items that only the source has, and items that only the destination has, of compatible engines.
+    fn ignored(&self) -> [Vec<Name>; 2] {
+        let Some(c) = &self.compatible else {
+            return [Vec::new(), Vec::new()];
+        };
+        let (src, dst) = (c.src().spec(), c.dst().spec());
+        let only = |these: &[Item], find: &dyn Fn(&Name) -> bool| {
+            these.iter().map(|i| i.name.clone()).filter(|name| !find(name)).collect()
+        };
+        [only(src.items(), &|n| dst.find(n).is_some()), only(dst.items(), &|n| src.find(n).is_some())]
     }
 
     /// The outcome as the module's text describes it.
@@ -192,10 +232,11 @@ impl Outcome {
         };
         let difference = |d: &Difference| {
             json!({
-                "item": d.item.as_str(), "field": d.field, "component": d.component.as_ref().map(Name::as_str), "source": d.source, "destination": d.destination,
-                "change": d.change,
+                "item": d.item.as_str(), "field": d.field, "component": d.component.as_ref().map(Name::as_str),
+                "source": d.source, "destination": d.destination, "change": d.change,
             })
         };
+        let ignored = self.ignored().map(|list| list.iter().map(Name::to_string).collect::<Vec<_>>());
         json!({
             "command": command,
             "compatible": self.compatible.is_some(),
@@ -203,6 +244,7 @@ impl Outcome {
             "destination": self.destination.as_ref().map(Engine::json),
             "faults": self.faults.iter().map(fault).collect::<Vec<_>>(),
             "mismatches": self.differences.iter().map(difference).collect::<Vec<_>>(),
+            "ignored": {"source": ignored[0], "destination": ignored[1]},
         })
     }
 }
@@ -210,30 +252,61 @@ impl Outcome {
 impl Engine {
     fn row(&self, side: &str) -> Vec<String> {
         let (d, m) = (&self.description, &self.manifest);
-        let mut groups: Vec<String> = Vec::new();
-        for group in m.groups() {
-            groups.push(show::count(group.block_tokens.get()));
+        let mut sizes: Vec<String> = Vec::new();
+        for group in m.groups().iter().filter(|g| g.block_tokens.get() > 0) {
+            sizes.push(show::count(group.block_tokens.get()));
         }
-        groups.dedup();
-        let blocks = format!("{} tokens, {}", groups.join(" and "), show::layout(&d.layout));
+        sizes.dedup();
+        let blocks = match sizes.as_slice() {
+            [] => show::layout(&d.layout),
+            sizes => format!("{} tokens, {}", sizes.join(" and "), show::layout(&d.layout)),
+        };
+        let options = engine::options(&d.options);
+        let state = m.spec().bytes_per_state().get();
         vec![
             side.into(),
             self.file.clone(),
-            d.model.name().into(),
+            if options.is_empty() { d.model.name().into() } else { format!("{} ({options})", d.model.name()) },
             d.shape.to_string(),
             m.ranks().len().to_string(),
             m.spec().items().len().to_string(),
             format!("{} B", show::count(m.spec().bytes_per_token().get())),
+            if state > 0 { format!("{} B", show::count(state)) } else { "-".into() },
             blocks,
         ]
     }
 
+    /// The groups, where there is more to say of them than that all items share one table.
+    fn groups_text(&self, side: &str) -> Option<String> {
+        let m = &self.manifest;
+        if m.groups().len() < 2 {
+            return None;
+        }
+        let row = |id: GroupId| {
+            let group = m.groups().get(id.index())?;
+            let state = m.is_state(id);
+            let keeps = if state { "states".to_owned() } else { list(&retentions(m, id)) };
+            let tokens = if state { "-".into() } else { show::count(group.block_tokens.get()) };
+            let names = group.items.iter().filter_map(|&i| m.spec().get(i)).map(|i| i.name.as_str());
+            let blocks = show::count(m.blocks(id).get().into());
+            Some(vec![group.name.to_string(), keeps, blocks, tokens, group.items.len().to_string(), show::names(names)])
+        };
+        let rows: Vec<Vec<String>> = blocks::groups(m).filter_map(row).collect();
+        let headings = [&format!("{side} group"), "keeps", "blocks or slots", "tokens a block", "items", ""];
+        let mut out = show::table("", &headings, &rows);
+        if blocks::shares_memory(m) {
+            out.push_str("these groups share memory: a block id is in use by one of them at a time\n");
+        }
+        Some(out)
+    }
+
     fn json(&self) -> Value {
         let (d, m) = (&self.description, &self.manifest);
-        let groups = (0u32..).map(GroupId::new).zip(m.groups()).map(|(id, g)| {
+        let groups = blocks::groups(m).zip(m.groups()).map(|(id, g)| {
             json!({
-                "name": g.name.as_str(), "items": g.items.len(), "block_tokens": g.block_tokens.get(),
-                "blocks": m.blocks(id).get(),
+                "name": g.name.as_str(), "kind": if m.is_state(id) { "state" } else { "paged" }, "items": g.items.len(),
+                "retention": retentions(m, id).iter().map(Retention::to_string).collect::<Vec<_>>(),
+                "block_tokens": g.block_tokens.get(), "blocks": m.blocks(id).get(),
             })
         });
         json!({
@@ -244,16 +317,30 @@ impl Engine {
             "ranks": m.ranks().len(),
             "items": m.spec().items().len(),
             "bytes_per_token": m.spec().bytes_per_token().get(),
+            "bytes_per_state": m.spec().bytes_per_state().get(),
             "digest": m.digest().to_string(),
+            "share_memory": blocks::shares_memory(m),
             "groups": groups.collect::<Vec<_>>(),
         })
     }
 }
 
-fn faults_of(side: &'static str, path: &Path, error: &DescribeError) -> Vec<Fault> {
+/// What the items of a group keep, each kind once.
+fn retentions(m: &Manifest, group: GroupId) -> Vec<Retention> {
+    let mut out: Vec<Retention> = blocks::retentions(m, group).collect();
+    out.sort_unstable();
+    out.dedup();
+    out
+}
+
+fn list<T: ToString>(values: &[T]) -> String {
+    values.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn faults_of(side: &'static str, engine: &Named, error: &DescribeError) -> Vec<Fault> {
     let plain = |text: &str| Fault {
         side,
-        file: path.display().to_string(),
+        file: engine.to_string(),
         line: None,
         key: String::new(),
         message: text.into(),
@@ -271,53 +358,68 @@ fn faults_of(side: &'static str, path: &Path, error: &DescribeError) -> Vec<Faul
             };
             list.iter().map(fault).collect()
         }
-        DescribeError::Model(ModelError::NotYet(e)) => {
-            let (file, line, key) = (e.file.clone(), Some(e.line), e.key.clone());
-            vec![Fault { file, line, key, ..plain(&e.to_string()) }]
-        }
         other => other.to_string().lines().map(plain).collect(),
     }
 }
 
 fn difference(m: &Mismatch) -> Difference {
-    const MODEL: &str = "give both the same model, layers, mtp and draft";
-    const DTYPE: &str = "use one kv_dtype (or indexer) on both sides; nothing is converted on the way";
-    let names = |list: &[Name]| list.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
+    const MODEL: &str = "describe one model on both sides";
     let item = m.item().clone();
-    let of_item = |field, source, destination, change| Difference {
+    let differs = |field, component: Option<&Name>, source: String, destination: String, change| Difference {
         item: item.clone(),
         field,
-        component: None,
+        component: component.cloned(),
         source,
         destination,
         change,
     };
+    let whole = |field, source, destination, change| differs(field, None, source, destination, change);
     match m {
-        Mismatch::MissingAtSource { shape, .. } => of_item("item", "doesn't have it".into(), shape.clone(), MODEL),
-        Mismatch::MissingAtDestination { shape, .. } => of_item("item", shape.clone(), "doesn't have it".into(), MODEL),
-        Mismatch::Heads { src, dst, .. } => {
-            of_item("heads", src.to_string(), dst.to_string(), "describe one model on both sides")
+        Mismatch::MissingAtSource { shape, .. } => whole(
+            "item",
+            "doesn't have it".into(),
+            shape.clone(),
+            "give both the same model, layers, mtp and draft; or ignore what only the destination has (--ignore-destination-only)",
+        ),
+        Mismatch::MissingAtDestination { shape, .. } => whole(
+            "item",
+            shape.clone(),
+            "doesn't have it".into(),
+            "give both the same model, layers, mtp and draft; or ignore what only the source has (--ignore-source-only)",
+        ),
+        Mismatch::Kind { src, dst, .. } => whole("kind", src.clone(), dst.clone(), MODEL),
+        Mismatch::Count { what, src, dst, .. } => {
+            whole("count", format!("{} {what}", show::count(*src)), format!("{} {what}", show::count(*dst)), MODEL)
         }
         Mismatch::Retention { src, dst, .. } => {
             let change = "describe one model, with one window or chunk, on both sides";
-            of_item("retention", src.to_string(), dst.to_string(), change)
+            whole("retention", src.to_string(), dst.to_string(), change)
         }
-        Mismatch::Components { src, dst, .. } => of_item(
+        Mismatch::Components { src, dst, .. } => whole(
             "components",
-            names(src),
-            names(dst),
-            "use one kind of attention and one indexer type on both sides",
+            list(src),
+            list(dst),
+            "use one kind of attention, one indexer type and one kind of scales on both sides",
         ),
         Mismatch::Width { component, src, dst, .. } => {
-            let change = "use one kv_dtype (or indexer) and one head size on both sides";
-            let whole = of_item("width", src.to_string(), dst.to_string(), change);
-            Difference { component: Some(component.clone()), ..whole }
+            let change = "use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides";
+            differs("width", Some(component), src.to_string(), dst.to_string(), change)
         }
         Mismatch::Encoding { component, src, dst, .. } => {
-            let whole = of_item("encoding", src.to_string(), dst.to_string(), DTYPE);
-            Difference { component: Some(component.clone()), ..whole }
+            let change = "use one type (kv_dtype, indexer, conv_dtype, state_dtype) on both sides; nothing is converted on the way";
+            differs("encoding", Some(component), src.to_string(), dst.to_string(), change)
         }
-        other => of_item("other", other.to_string(), other.to_string(), "make both sides agree"),
+        Mismatch::Coverage { component, src, dst, .. } => {
+            let change = "use one kind of scales and one scale_block on both sides; a scale can't be split or joined";
+            differs("coverage", Some(component), src.clone(), dst.clone(), change)
+        }
+        Mismatch::SharedValue { component, src, dst, .. } => {
+            let heads = |list_of: &[HeadRange]| format!("ranks hold heads {}", list(list_of));
+            let change =
+                "use one tensor-parallel size on both sides, or scales for each head (per-block-head, per-token-head)";
+            differs("shared", Some(component), heads(src), heads(dst), change)
+        }
+        other => whole("other", other.to_string(), other.to_string(), "make both sides agree"),
     }
 }
 
@@ -326,10 +428,13 @@ impl Difference {
     fn what(&self) -> String {
         let what = match self.field {
             "item" => "the item",
-            "heads" => "the number of KV heads",
+            "kind" => "the kind of cache",
+            "count" => "a count",
             "retention" => "the tokens kept",
-            "components" => "the list of components",
-            "width" => "the width for a token and head",
+            "components" => "the list of components or parts",
+            "width" => "the width of a value",
+            "coverage" => "what one value covers",
+            "shared" => "the cut of the heads that share one value",
             "encoding" => "the encoding",
             "tokens" => "the dealing out of tokens",
             _ => "something",
@@ -341,19 +446,23 @@ impl Difference {
     }
 }
 
-/// A count with its noun.
-fn number_of(count: usize, noun: &str) -> String {
-    let (s, es) = if noun.ends_with("ch") { ("", "es") } else { ("", "s") };
-    format!("{count} {noun}{}", if count == 1 { s } else { es })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn args(source: &str, destination: &str, json: bool) -> Args {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/kvferry-models/examples");
-        Args { source: dir.join(source), destination: dir.join(destination), json }
+        let engine = |name: &str| {
+            if name.contains('=') { name.parse().unwrap() } else { Named::File(dir.join(name)) }
+        };
+        let (model, ignore) = (ModelArgs::default(), IgnoreArgs::default());
+        Args { source: engine(source), destination: engine(destination), model, ignore, json }
+    }
+
+    fn text_of(args: &Args) -> String {
+        report(args).0
     }
 
     fn exit(args: Args) -> bool {
@@ -375,14 +484,14 @@ mod tests {
         let (text, ok) = report(&args("prefill-tp4-pp2.toml", "decode-wrong.toml", false));
         assert!(!ok);
         let expected = "\
-the width for a token and head of k differs in 30 items: model.layers.{0-29}.self_attn.attn
+the width of a value of k differs in 30 items: model.layers.{0-29}.self_attn.attn
     source       256 B
     destination  128 B
-    change       use one kv_dtype (or indexer) and one head size on both sides
+    change       use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides
 the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
     source       bf16
     destination  fp8_e4m3
-    change       use one kv_dtype (or indexer) on both sides; nothing is converted on the way
+    change       use one type (kv_dtype, indexer, conv_dtype, state_dtype) on both sides; nothing is converted on the way
 ";
         assert!(text.contains(expected), "{text}");
         assert!(text.contains("the item differs in 2 items: model.layers.{30, 31}.self_attn.attn\n"), "{text}");
@@ -398,7 +507,8 @@ the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
         assert_eq!(value["mismatches"].as_array().unwrap().len(), 122);
         let first = json!({
             "item": "model.layers.0.self_attn.attn", "field": "width", "component": "k", "source": "256 B",
-            "destination": "128 B", "change": "use one kv_dtype (or indexer) and one head size on both sides",
+            "destination": "128 B",
+            "change": "use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides",
         });
         assert_eq!(value["mismatches"][0], first);
         assert_eq!(value["source"]["groups"][0]["block_tokens"], 16);
@@ -414,16 +524,19 @@ the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
             path
         };
         let source = write("p.toml", "model = \"llama-3.1-8b\"\nparallel = \"tp=2,dcp=2\"\n");
-        let destination = write("d.toml", "model = \"jamba-v0.1\"\n");
-        let (text, ok) = report(&Args { source: source.clone(), destination, json: true });
+        let destination = write("d.toml", "model = \"jamba-v0.1\"\ndraft = \"none\"\n");
+        let mut a = args("tp=1", "tp=1", true);
+        (a.source, a.destination) = (Named::File(source), Named::File(destination));
+        let (text, ok) = report(&a);
         assert!(!ok);
         let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((&value["source"], &value["destination"]), (&Value::Null, &Value::Null));
         let faults = value["faults"].as_array().unwrap();
         assert_eq!(faults.len(), 4, "{text}");
-        assert_eq!((&faults[3]["key"], &faults[3]["line"]), (&json!("attn_layer_period"), &json!(12)));
-        let destination = write("d.toml", "model = \"llama-3.1-8b\"\n\nblock_size = 0\n");
-        let (text, _) = report(&Args { source, destination, json: false });
+        assert_eq!((&faults[3]["side"], &faults[3]["line"]), (&json!("destination"), &json!(2)), "{text}");
+        a.destination = Named::File(write("d.toml", "model = \"llama-3.1-8b\"\n\nblock_size = 0\n"));
+        a.json = false;
+        let text = text_of(&a);
         assert!(
             text.contains("destination: ") && text.contains("d.toml:3: block_size: is 0; it must be 1 to"),
             "{text}"
@@ -436,5 +549,62 @@ the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
     fn a_missing_file_is_a_fault_of_its_side() {
         let (text, ok) = report(&args("prefill-tp4-pp2.toml", "none.toml", false));
         assert!(!ok && text.contains("destination: ") && text.contains("none.toml: cannot be read"), "{text}");
+    }
+    #[test]
+    fn groups_states_and_shared_memory_are_shown() {
+        let text = text_of(&args("hybrid-prefill.toml", "hybrid-decode.toml", false));
+        assert!(text.ends_with("compatible: 29 items, 6,144 B a token and 49,082,368 B a state\n"), "{text}");
+        assert!(text.contains("these groups share memory: a block id is in use by one of them at a time"), "{text}");
+        assert!(text.contains("states' rows outside, 3 scratch rows"), "{text}");
+        let value: Value =
+            serde_json::from_str(&text_of(&args("hybrid-prefill.toml", "hybrid-decode.toml", true))).unwrap();
+        assert_eq!(
+            (&value["source"]["share_memory"], &value["destination"]["share_memory"]),
+            (&json!(true), &json!(false))
+        );
+        let groups = value["source"]["groups"].as_array().unwrap();
+        let states = groups.iter().filter(|g| g["kind"] == "state");
+        assert!(states.clone().all(|g| g["block_tokens"] == 0 && g["retention"] == json!([])) && states.count() > 1);
+        assert_eq!(value["source"]["bytes_per_state"], 49_082_368);
+    }
+
+    #[test]
+    fn reasons_are_typed() {
+        let field = |mut a: Args, scales: [&str; 2], tokens: u32| {
+            let dir = tempfile::tempdir().unwrap();
+            let engine = |name: &str, tp: u32, scales: &str| {
+                let path = dir.path().join(name);
+                let text = format!(
+                    "model = \"llama-3.1-8b\"\nkv_dtype = \"fp8\"\nscales = \"{scales}\"\nscale_block = {tokens}\nparallel = \"tp={tp}\"\nblock_size = 64\n"
+                );
+                std::fs::write(&path, text).unwrap();
+                Named::File(path)
+            };
+            (a.source, a.destination) = (engine("p.toml", 2, scales[0]), engine("d.toml", 4, scales[1]));
+            let value: Value = serde_json::from_str(&text_of(&a)).unwrap();
+            let first = &value["mismatches"][0];
+            (first["field"].clone(), first["source"].clone(), first["destination"].clone())
+        };
+        let args = || args("tp=1", "tp=1", true);
+        let shared = field(args(), ["per-block", "per-block"], 16);
+        let ranges = json!("ranks hold heads [0, 2), [2, 4), [4, 6), [6, 8)");
+        assert_eq!(shared, (json!("shared"), json!("ranks hold heads [0, 4), [4, 8)"), ranges));
+        let coverage = field(args(), ["per-block", "per-block-head"], 16);
+        assert_eq!(
+            coverage,
+            (json!("coverage"), json!("16 entries of all heads of a rank"), json!("16 entries of one head"))
+        );
+        assert_eq!(field(args(), ["per-block-head", "per-block-head"], 16).0, Value::Null);
+    }
+
+    #[test]
+    fn what_only_one_side_has_is_let_pass_on_demand() {
+        let mut a = args("draft.toml", "tp=4", false);
+        a.model.model = Some("kimi-k2.5".into());
+        a.model.kv_dtype = Some(kvferry_models::KvDtype::Fp8DsMla);
+        assert!(text_of(&a).contains("(--ignore-source-only)"), "{}", text_of(&a));
+        a.ignore.ignore_source_only = true;
+        let text = text_of(&a);
+        assert!(text.ends_with("compatible: 61 items, 1 left alone: draft.model.layers.61.self_attn.attn\n"), "{text}");
     }
 }

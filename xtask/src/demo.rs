@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use kvferry::{Address, Assurance, ContentKey, Delivered, OfferSpec, Owner, PullSpec, Tokens};
-use kvferry_geometry::compat::Compatible;
-use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::request::BoundRequest;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -40,7 +38,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let engines = Engines::new(args)?;
     let wanted = engines.memory();
     check_memory(args, wanted)?;
-    let scenario = Arc::new(Scenario::with(engines, args));
+    let scenario = Arc::new(Scenario::with(engines, args)?);
     check_plan(&scenario)?;
     let say = |text: String| {
         if !args.json {
@@ -58,6 +56,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         args.tokens,
         show::size(wanted),
     ));
+    if let Some(states) = scenario.states() {
+        say(states);
+    }
     if args.transport == Wire::Mem {
         say("transport mem: all ranks are threads of this process".into());
     }
@@ -89,7 +90,7 @@ fn check_memory(args: &Args, wanted: u64) -> anyhow::Result<()> {
             "this needs {} of memory, and the machine has {} to spare; ask for fewer --layers (now {}), --requests or --tokens",
             show::size(wanted),
             show::size(available),
-            args.layers.map_or("all".to_owned(), |n| n.to_string()),
+            args.model.layers.map_or("all".to_owned(), |n| n.to_string()),
         );
     }
     Ok(())
@@ -97,9 +98,7 @@ fn check_memory(args: &Args, wanted: u64) -> anyhow::Result<()> {
 
 /// Whether the engines can talk and the requests fit them, before anything is started.
 fn check_plan(scenario: &Scenario) -> anyhow::Result<()> {
-    let (src, dst) = (&scenario.prefill.manifest, &scenario.decode.manifest);
-    let compatible = Compatible::new(Arc::clone(src), Arc::clone(dst)).context("the two engines cannot talk")?;
-    PeerMap::new(&compatible, 0).context("the two engines cannot talk")?;
+    let (compatible, _) = scenario.plan()?;
     for request in 0..scenario.requests.len() {
         BoundRequest::new(&compatible, scenario.request(request))?;
     }
@@ -107,8 +106,8 @@ fn check_plan(scenario: &Scenario) -> anyhow::Result<()> {
 }
 
 async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> anyhow::Result<Summary> {
-    let prefill = owner(scenario, Role::Prefill).await?;
-    let decode = owner(scenario, Role::Decode).await?;
+    let prefill = owner(args, scenario, Role::Prefill).await?;
+    let decode = owner(args, scenario, Role::Decode).await?;
     let owners = [(Role::Prefill, prefill.rank_socket()), (Role::Decode, decode.rank_socket())];
     let mut crew = Crew::start(args, scenario, owners)?;
     let mut summary = Summary::new(args, scenario);
@@ -118,6 +117,10 @@ async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> a
     crew = on_thread(crew, |crew| crew.hear(&[Role::Prefill, Role::Decode])).await?.0;
     prefill.ready(JOIN).await?;
     decode.ready(JOIN).await?;
+    for socket in [prefill.rank_socket(), decode.rank_socket()] {
+        // All ranks have joined, and a killed demo leaves no file behind that is gone already.
+        std::fs::remove_file(socket).ok();
+    }
     say(format!("all ranks ready after {:.1} s", start.elapsed().as_secs_f64()));
 
     let (delivered, seconds) = round(scenario, &prefill, &decode, Assurance::Full).await?;
@@ -143,11 +146,13 @@ async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> a
     Ok(summary)
 }
 
-async fn owner(scenario: &Scenario, role: Role) -> anyhow::Result<Owner> {
+async fn owner(args: &Args, scenario: &Scenario, role: Role) -> anyhow::Result<Owner> {
     let manifest = &scenario.engine(role).manifest;
     let ranks = u32::try_from(manifest.ranks().len())?;
     let builder = Owner::builder(rank::engine_id(role)?, manifest.spec().clone(), manifest.groups().to_vec(), ranks)
         .model_identity(&scenario.model)
+        .compat(args.ignore.options())
+        .stripe(args.stripe)
         .listen(Address::loopback(0));
     Ok(builder.start().await?)
 }
@@ -168,7 +173,7 @@ async fn round(
     let mut handles = Vec::new();
     for (request, reference) in references.into_iter().enumerate() {
         let spec = PullSpec {
-            tokens: Tokens::new(scenario.tokens),
+            tokens: Tokens::new(scenario.ask.tokens),
             groups: scenario.dst_groups(request),
             content_key: content(request),
             assurance,

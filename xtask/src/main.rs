@@ -8,8 +8,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod blocks;
 mod check;
 mod demo;
+mod engine;
 mod golden;
 mod layers;
 mod lint;

@@ -1,17 +1,24 @@
-//! `cargo xtask plan P.toml D.toml --tokens N`: what would move from engine P to engine D for one request.
+//! `cargo xtask plan P D --tokens N`: what would move from engine P to engine D for one request.
 //!
 //! With `--json` it prints `check`'s object (`command` is `"plan"`) and, where the engines are compatible, also:
 //! - `request`: `tokens`, `prefix_hit`, `tables` (`"contiguous"` or `"scattered"`), `seed`, `frozen_tail`, and `moved`, a list
-//!   with `source_group`, `destination_group`, `start`, `end` (tokens), `zero_start`, `zero_end`;
+//!   with `source_group`, `destination_group`, `retention` (null for states), `start`, `end` (tokens), `zero_start`, `zero_end`,
+//!   and `states`, each with `position` (tokens), `source_slot`, `destination_slot`;
 //! - `pairs`, by destination, then source: `source`, `destination` (rank numbers), `replicas` (source ranks that hold all of
 //!   the same and were not chosen for it), `bytes`, `rows` (of the product form), `descriptors_before`,
 //!   `descriptors_after` coalescing, `descriptors_after_is_bound` (they are too many to be counted one by one, and the number
-//!   is an upper bound), `largest_descriptor` (bytes), and `classes`, each with `items` (names), `heads`
-//!   (first and one past the last), `bytes_per_token`, `period` (tokens, null where the request's tokens are walked) and
-//!   `phases`, each with `source_block`, `destination_block` (table positions in the period), `source_start`,
-//!   `destination_start` (kernel block, entry), `loops` (`count`, `source_step`, `destination_step`), `tokens`;
+//!   is an upper bound), `largest_descriptor` (bytes), `ways` (see below), and `classes`, each with `kind` (`"paged"` or
+//!   `"state"`), `items` (names), `heads` (first and one past the last; null for states), `parts` (of states, each with `name` and
+//!   `units`; null for paged items), `retention`, `entry_tokens`, `bytes_per_entry`, `period` (entries, null where the request's
+//!   tokens are walked) and `phases` (none for states), each with `source_block`, `destination_block` (table positions in the
+//!   period), `source_start`, `destination_start` (kernel block, entry), `loops` (`count`, `source_step`, `destination_step`),
+//!   `entries`;
 //! - `zeroed`, by destination rank: `destination`, `bytes`;
-//! - `totals`: `pairs`, `bytes`, `rows`, `descriptors_before`, `descriptors_after`, `zeroed_bytes`.
+//! - `totals`: `pairs`, `bytes`, `rows`, `descriptors_before`, `descriptors_after`, `zeroed_bytes`, and `ways`: sums over the pairs,
+//!   with `best_ns` and `best_for_pairs` (how many pairs each way is best for) in place of `best` and `why`; null without pairs.
+//!
+//! `ways` are `direct`, `destination` and `source` (where bytes are permuted; null where a batch can't be staged), each with `ns`,
+//! `descriptors` (on the wire), `local_runs`, `staging_bytes`, `fits` (the pool), and `best` and `why`.
 //!
 //! `descriptors_before` counts contiguous ranges with nothing joined across heads, blocks and items; `descriptors_after` is
 //! what a transport is given one by one.
@@ -21,19 +28,26 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use kvferry_geometry::batch::{Batch, Descriptor};
 use kvferry_geometry::compat::Compatible;
-use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::peers::PeerMap;
-use kvferry_geometry::plan::{ItemClass, PairPlan, Phase};
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
-use kvferry_geometry::units::{BlockId, GroupId, RankId, TokenRange, Tokens};
+use kvferry_geometry::manifest::{Manifest, RankManifest};
+use kvferry_geometry::peers::{PeerMap, PeerOptions};
+use kvferry_geometry::placement::{HeadRange, Placement};
+use kvferry_geometry::plan::PairPlan;
+use kvferry_geometry::request::{BoundRequest, GroupMove, Request, Tail};
+use kvferry_geometry::spec::Item;
+use kvferry_geometry::staged::Choice;
+use kvferry_geometry::units::{BlockId, GroupId, ItemId, RankId, TokenRange, Tokens};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_models::{DEFAULT_BLOCKS, EngineDescription};
 use serde_json::{Value, json};
 
+use crate::blocks::{self, Ask, Free, Room};
 use crate::check::{self, Outcome};
 use crate::show;
 
-/// Two engine descriptions and a request.
+mod classes;
+mod ways;
+
+/// Two engines and a request.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -41,7 +55,7 @@ pub(crate) struct Args {
     /// Length of the prompt
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_TOKENS))]
     tokens: u32,
-    /// Tokens that D holds already
+    /// Tokens that D holds already; its states are read all the same
     #[arg(long, value_name = "N", default_value_t = 0)]
     prefix_hit: u32,
     /// Random block tables instead of consecutive ones
@@ -53,18 +67,21 @@ pub(crate) struct Args {
     /// Salt of the choice between replicas
     #[arg(long, value_name = "N", default_value_t = 0)]
     salt: u64,
+    /// Spread what a rank reads over all ranks that hold it equally
+    #[arg(long)]
+    stripe: bool,
     /// P's last block is frozen and zero-filled, so it may move whole
     #[arg(long)]
     frozen_tail: bool,
-    /// The pair of ranks whose classes and phases are printed [default: the first]
+    /// The pair of ranks whose classes, phases and ways are printed [default: the first]
     #[arg(long, value_name = "P:D", value_parser = parse_pair)]
     pair: Option<(u32, u32)>,
+    #[command(flatten)]
+    cost: ways::CostArgs,
 }
 
 /// The longest prompt, in tokens.
 const MAX_TOKENS: i64 = 1 << 24;
-/// The most classes and phases of a pair that are printed, and the most ranks of a list.
-const SHOWN: usize = 16;
 /// The most descriptors of a pair that are counted one by one.
 const COUNTED: u64 = 1 << 26;
 
@@ -84,11 +101,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 fn report(args: &Args) -> anyhow::Result<(String, bool)> {
     let (n, hit) = (args.tokens, args.prefix_hit);
     anyhow::ensure!(hit <= n, "--prefix-hit is {hit}, but the prompt has {n} tokens; it must be 0 to {n}");
-    let enough = |_, d: &mut EngineDescription| {
-        // Where the description doesn't say, there are blocks enough for the request.
-        d.blocks = d.blocks.or(Some(args.tokens.div_ceil(d.block_size.max(1)).saturating_add(1).max(DEFAULT_BLOCKS)));
+    let enough = |d: &mut EngineDescription| {
+        if d.blocks.is_none() {
+            // Where the description doesn't say, there are blocks enough for the request.
+            let slots = d.slots;
+            blocks::fit(d, Room { ask: args.ask(), requests: 1, spare: true })?;
+            (d.blocks, d.slots) = (d.blocks.max(Some(DEFAULT_BLOCKS)), slots);
+        }
+        Ok(())
     };
-    let outcome = Outcome::new(&args.engines.source, &args.engines.destination, enough);
+    let outcome = Outcome::new(&args.engines, enough);
     let Some(compatible) = &outcome.compatible else {
         let text = if args.engines.json { format!("{:#}\n", outcome.json("plan")) } else { outcome.text() };
         return Ok((text, false));
@@ -104,6 +126,12 @@ fn report(args: &Args) -> anyhow::Result<(String, bool)> {
         plan.text(args, compatible, &outcome)?
     };
     Ok((text, true))
+}
+
+impl Args {
+    fn ask(&self) -> Ask {
+        Ask { tokens: self.tokens.into(), states: 1 }
+    }
 }
 
 /// The plan of one request over all pairs of ranks.
@@ -122,20 +150,23 @@ struct Pair {
     rows: u64,
     before: u64,
     after: Expanded,
+    ways: Choice,
 }
 
 impl Plan {
     fn new(args: &Args, compatible: &Compatible) -> anyhow::Result<Self> {
-        let bound = BoundRequest::new(compatible, request(args, compatible)).context("the request cannot be served")?;
-        let peers = PeerMap::new(compatible, args.salt)?;
+        let bound =
+            BoundRequest::new(compatible, request(args, compatible)?).context("the request cannot be served")?;
+        let options = PeerOptions { salt: args.salt, stripe: args.stripe };
+        let peers = PeerMap::with(compatible, options, |_, _| 0)?;
         let mut pairs = Vec::new();
         for pair in peers.pairs() {
             let plan = PairPlan::new(compatible, &peers, pair.src(), pair.dst())?;
             let batch = plan.resolve(&bound)?;
             let after = expand(&batch);
             let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound)?);
-            let replicas = replicas(compatible.src(), compatible.dst(), &plan);
-            pairs.push(Pair { plan, replicas, bytes, rows, before, after });
+            let replicas = replicas(compatible, &plan);
+            pairs.push(Pair { plan, replicas, bytes, rows, before, after, ways: args.cost.compare(&batch) });
         }
         let dst = compatible.dst();
         let ranks = (0u32..).map(RankId::new).zip(dst.ranks()).map(|(rank, _)| rank);
@@ -157,11 +188,7 @@ impl Plan {
             show::count(args.prefix_hit.into()),
         ));
         for m in self.bound.moves() {
-            let name =
-                |m: &Manifest, id: GroupId| m.groups().get(id.index()).map_or_else(String::new, |g| g.name.to_string());
-            let (from, to) = (name(compatible.src(), m.src_group), name(compatible.dst(), m.dst_group));
-            let zero = if m.zero.is_empty() { String::new() } else { format!(", then {} zeroed", tokens(m.zero)) };
-            out.push_str(&format!("    group {from:?} -> {to:?}: {} move{zero}\n", tokens(m.range)));
+            out.push_str(&move_text(m, compatible));
         }
         let row = |p: &Pair| {
             vec![
@@ -172,11 +199,23 @@ impl Plan {
                 show::count(p.before),
                 format!("{}{}", if p.after.bound { "at most " } else { "" }, show::count(p.after.count)),
                 show::size(p.after.largest),
+                p.ways.best.place.to_string(),
+                show::time(p.ways.best.ns),
                 ranks(&p.replicas),
             ]
         };
-        let headings =
-            ["from P", "to D", "bytes", "rows", "descriptors before", "after coalescing", "largest", "same held by P"];
+        let headings = [
+            "from P",
+            "to D",
+            "bytes",
+            "rows",
+            "descriptors before",
+            "after coalescing",
+            "largest",
+            "best way",
+            "time",
+            "same held by P",
+        ];
         out.push('\n');
         out.push_str(&show::table("", &headings, &self.pairs.iter().map(row).collect::<Vec<_>>()));
         out.push('\n');
@@ -191,12 +230,19 @@ impl Plan {
             }
         };
         if let Some(pair) = shown {
-            classes_text(pair, compatible, &mut out);
+            out.push_str(&classes::text(&pair.plan, compatible.dst()));
+            let of = format!("ways of P {} -> D {}", pair.plan.src(), pair.plan.dst());
+            out.push_str(&args.cost.text(&of, &pair.ways));
+            out.push('\n');
+        }
+        if let Some(sum) = ways::sum(self.pairs.iter().map(|p| &p.ways)) {
+            out.push_str(&sum.text());
+            out.push('\n');
         }
         let (zeroed, t) = (self.zeroed_bytes(), self.totals());
         out.push_str(&format!(
-            "total: {} pairs, {} ({} B); {} rows; descriptors {} before coalescing, {} after; {} zeroed\n",
-            self.pairs.len(),
+            "total: {}, {} ({} B); {} rows; descriptors {} before coalescing, {} after; {} zeroed\n",
+            show::number_of(self.pairs.len(), "pair"),
             show::size(t.bytes),
             show::count(t.bytes),
             show::count(t.rows),
@@ -209,8 +255,12 @@ impl Plan {
 
     fn json(&self, args: &Args, compatible: &Compatible) -> Value {
         let moved = self.bound.moves().iter().map(|m| {
+            let state = |s: &kvferry_geometry::request::StateMove| {
+                json!({"position": s.position.get(), "source_slot": s.src.get(), "destination_slot": s.dst.get()})
+            };
             json!({
                 "source_group": m.src_group.get(), "destination_group": m.dst_group.get(),
+                "retention": m.retention.map(|r| r.to_string()), "states": m.states.iter().map(state).collect::<Vec<_>>(),
                 "start": m.range.start().get(), "end": m.range.end().get(),
                 "zero_start": m.zero.start().get(), "zero_end": m.zero.end().get(),
             })
@@ -220,7 +270,8 @@ impl Plan {
                 "source": p.plan.src().get(), "destination": p.plan.dst().get(), "replicas": p.replicas,
                 "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after.count,
                 "largest_descriptor": p.after.largest, "descriptors_after_is_bound": p.after.bound,
-                "classes": p.plan.classes().iter().map(|c| class_json(c, compatible.dst())).collect::<Vec<_>>(),
+                "ways": ways::json(&p.ways),
+                "classes": p.plan.classes().iter().map(|c| classes::json(c, compatible.dst())).collect::<Vec<_>>(),
             })
         });
         let zeroed = self.zeroed.iter().map(|(rank, bytes)| json!({"destination": rank.get(), "bytes": bytes}));
@@ -236,6 +287,7 @@ impl Plan {
             "totals": {
                 "pairs": self.pairs.len(), "bytes": t.bytes, "rows": t.rows, "descriptors_before": t.before,
                 "descriptors_after": t.after, "zeroed_bytes": self.zeroed_bytes(),
+                "ways": ways::sum(self.pairs.iter().map(|p| &p.ways)).map(|s| s.json()),
             },
         })
     }
@@ -264,45 +316,24 @@ struct Totals {
     after: u64,
 }
 
-/// The request of the command line, with a table for each group.
-fn request(args: &Args, compatible: &Compatible) -> Request {
-    let n = Tokens::new(args.tokens.into());
-    let held = TokenRange::new(Tokens::ZERO, n);
+/// The request of the command line, with blocks for each group.
+fn request(args: &Args, compatible: &Compatible) -> anyhow::Result<Request> {
+    let (src, dst, ask) = (compatible.src(), compatible.dst(), args.ask());
     let tail = if args.frozen_tail { Tail::Frozen } else { Tail::Exact };
     let mut random = Random(args.seed);
-    let (src, dst) = (compatible.src(), compatible.dst());
-    let sources = tables(src, args, &mut random).into_iter();
-    let destinations = tables(dst, args, &mut random).into_iter();
-    let cached = Tokens::new(args.prefix_hit.into());
-    Request {
-        tokens: n,
-        src: sources.map(|table| SrcGroup { table, held, tail }).collect(),
-        dst: destinations.map(|table| DstGroup { table, cached }).collect(),
-    }
-}
-
-/// A table for each group of an engine: the first blocks, or random ones.
-fn tables(engine: &Manifest, args: &Args, random: &mut Random) -> Vec<BlockTable> {
-    let mut out = Vec::new();
-    for (id, group) in (0u32..).map(GroupId::new).zip(engine.groups()) {
-        let needed = u64::from(args.tokens).div_ceil(group.block_tokens.get().max(1));
-        // Tables fit in 32 bits: a block has at least one token.
-        let needed = u32::try_from(needed).unwrap_or(u32::MAX);
-        let blocks = engine.blocks(id).get();
-        // Too few blocks are told by the request's own check.
-        if !args.scattered || needed > blocks {
-            out.push(BlockTable::contiguous(0, BlockId::ZERO, needed));
-            continue;
-        }
-        let mut ids: Vec<BlockId> = (0..blocks.min(needed.saturating_mul(4))).map(BlockId::new).collect();
-        for i in 0..needed as usize {
-            let other = i + random.below(ids.len() - i);
-            ids.swap(i, other);
-        }
-        ids.truncate(needed as usize);
-        out.push(BlockTable::new(0, &ids));
-    }
-    out
+    let mut take = |side: &str, m: &Manifest| {
+        let shuffle = |_, list: &mut [BlockId]| {
+            for i in 0..list.len() {
+                let other = i + random.below(list.len() - i);
+                list.swap(i, other);
+            }
+        };
+        let mut free = if args.scattered { Free::new(m, shuffle) } else { Free::new(m, |_, _| {}) };
+        free.take(m, ask).with_context(|| format!("the {side}'s blocks"))
+    };
+    let (from, to) = (take("source", src)?, take("destination", dst)?);
+    let (src, dst) = (ask.src(src, &from, tail), ask.dst(dst, &to, args.prefix_hit.into(), 0));
+    Ok(Request { tokens: Tokens::new(args.tokens.into()), src, dst })
 }
 
 /// SplitMix64: a seed gives one sequence, on every machine.
@@ -348,25 +379,45 @@ fn expand(batch: &Batch) -> Expanded {
     }
 }
 
+/// What one class moves of one item, by the source's ids: along which of the item's axes, and which heads or units.
+struct Wanted {
+    item: ItemId,
+    axis: usize,
+    heads: HeadRange,
+}
+
+impl Wanted {
+    /// Whether a rank holds it, and all tokens that another rank holds of it.
+    fn is_on(&self, rank: &RankManifest, chosen: &RankManifest) -> bool {
+        let of = |r: &RankManifest| r.placement.get(self.item.index()).cloned().flatten();
+        match (of(rank), of(chosen)) {
+            (Some(Placement::Paged(p)), Some(Placement::Paged(c))) => {
+                p.heads.contains(self.heads) && (p.tokens == c.tokens || p.tokens.count() == 1)
+            }
+            (Some(Placement::State(s)), _) => s.parts.get(self.axis).is_some_and(|units| units.contains(self.heads)),
+            _ => false,
+        }
+    }
+}
+
 /// The source ranks, other than the pair's, that hold all that the pair moves.
-fn replicas(src: &Manifest, dst: &Manifest, plan: &PairPlan) -> Vec<u32> {
-    let chosen = plan.src();
-    let Some(holder) = src.rank(chosen) else { return Vec::new() };
-    let wanted: Vec<_> = plan
-        .classes()
-        .iter()
-        .flat_map(|class| class.items().iter().map(move |&item| (item, class.heads())))
-        .filter_map(|(item, heads)| Some((src.spec().find(&dst.spec().get(item)?.name)?, heads)))
-        .filter_map(|(item, heads)| Some((item, heads, holder.placement.get(item.index()).copied()??.tokens)))
-        .collect();
-    let all = |rank: &kvferry_geometry::manifest::RankManifest| {
-        wanted.iter().all(|(item, heads, tokens)| {
-            let placed = rank.placement.get(item.index()).copied().flatten();
-            placed.is_some_and(|p| p.heads.contains(*heads) && (p.tokens == *tokens || p.tokens.count() == 1))
-        })
+fn replicas(c: &Compatible, plan: &PairPlan) -> Vec<u32> {
+    let (chosen, spec) = (plan.src(), c.src().spec());
+    let Some(holder) = c.src().rank(chosen) else {
+        return Vec::new();
     };
-    let ranks = (0u32..).zip(src.ranks()).filter(|(id, _)| *id != chosen.get());
-    ranks.filter(|(_, rank)| all(rank)).map(|(id, _)| id).collect()
+    let mut wanted = Vec::new();
+    for class in plan.classes() {
+        for item in class.items().iter().filter_map(|&dst| c.src_item(dst)) {
+            for share in class.shares() {
+                let parts = spec.get(item).and_then(Item::as_state).map(|s| &s.parts);
+                let axis = parts.and_then(|list| list.iter().position(|p| Some(&p.name) == share.part.as_ref()));
+                wanted.push(Wanted { item, axis: axis.unwrap_or(0), heads: share.heads });
+            }
+        }
+    }
+    let ranks = (0u32..).zip(c.src().ranks()).filter(|(id, _)| *id != chosen.get());
+    ranks.filter(|(_, rank)| wanted.iter().all(|w| w.is_on(rank, holder))).map(|(id, _)| id).collect()
 }
 
 /// Rank numbers, the first of them.
@@ -381,70 +432,24 @@ fn tokens(range: TokenRange) -> String {
     format!("tokens {range}")
 }
 
-fn classes_text(pair: &Pair, compatible: &Compatible, out: &mut String) {
-    let classes = pair.plan.classes();
-    let (count, src, dst) = (classes.len(), pair.plan.src(), pair.plan.dst());
-    for (i, class) in classes.iter().enumerate().take(SHOWN) {
-        let spec = compatible.dst().spec();
-        let items = class.items().iter().filter_map(|&id| spec.get(id)).map(|i| i.name.as_str());
-        out.push_str(&format!(
-            "P {src} -> D {dst}, class {} of {count}: {} items, heads {}, {} B a token\n    {}\n",
-            i + 1,
-            class.items().len(),
-            class.heads(),
-            show::count(class.bytes_per_token()),
-            show::names(items),
-        ));
-        let Some(period) = class.period() else {
-            out.push_str("    too many phases to keep: the request's tokens are walked\n");
-            continue;
+/// What moves of the items of two groups.
+fn move_text(m: &GroupMove, compatible: &Compatible) -> String {
+    let name = |m: &Manifest, id: GroupId| m.groups().get(id.index()).map_or_else(String::new, |g| g.name.to_string());
+    let (from, to) = (name(compatible.src(), m.src_group), name(compatible.dst(), m.dst_group));
+    if m.retention.is_none() {
+        let state = |s: &kvferry_geometry::request::StateMove| {
+            format!("the state after {} moves from slot {} to slot {}", tokens_of(s.position), s.src, s.dst)
         };
-        out.push_str(&format!("    {} phases in a period of {}\n", class.phases().len(), period));
-        let place = |(kernel, entry): (u64, u64), block: u64| match kernel {
-            0 => format!("block {block} token {entry}"),
-            _ => format!("block {block} kernel block {kernel} token {entry}"),
-        };
-        let row = |p: &Phase| {
-            let loops = p.loops.iter().map(|l| format!("{} x", l.count)).collect::<Vec<_>>().join(" ");
-            let gap = if loops.is_empty() { "" } else { " " };
-            vec![
-                place(p.src_start, p.src_block),
-                place(p.dst_start, p.dst_block),
-                format!("{loops}{gap}{} tokens", p.len),
-            ]
-        };
-        let rows: Vec<Vec<String>> = class.phases().take(SHOWN).map(row).collect();
-        out.push_str(&show::table("    ", &["at P", "at D", "run"], &rows));
-        if class.phases().len() > SHOWN {
-            out.push_str(&format!("    and {} more phases (--json lists all)\n", class.phases().len() - SHOWN));
-        }
+        let states: Vec<String> = m.states.iter().map(state).collect();
+        let what = if states.is_empty() { "no state moves".into() } else { states.join(", ") };
+        return format!("    group {from:?} -> {to:?}: {what}\n");
     }
-    if count > SHOWN {
-        out.push_str(&format!("and {} more classes (--json lists all)\n", count - SHOWN));
-    }
-    out.push('\n');
+    let zero = if m.zero.is_empty() { String::new() } else { format!(", then {} zeroed", tokens(m.zero)) };
+    format!("    group {from:?} -> {to:?}: {} move{zero}\n", tokens(m.range))
 }
 
-fn class_json(class: &ItemClass, dst: &Manifest) -> Value {
-    let names = class.items().iter().filter_map(|&id| dst.spec().get(id)).map(|i| i.name.as_str());
-    let phase = |p: &Phase| {
-        let step = |(kernel, entry): (u64, u64)| json!([kernel, entry]);
-        let loops = p
-            .loops
-            .iter()
-            .map(|l| json!({"count": l.count, "source_step": step(l.src), "destination_step": step(l.dst)}));
-        json!({
-            "source_block": p.src_block, "destination_block": p.dst_block, "source_start": step(p.src_start),
-            "destination_start": step(p.dst_start), "loops": loops.collect::<Vec<_>>(), "tokens": p.tokens(),
-        })
-    };
-    json!({
-        "items": names.collect::<Vec<_>>(),
-        "heads": [class.heads().start(), class.heads().end()],
-        "bytes_per_token": class.bytes_per_token(),
-        "period": class.period().map(Tokens::get),
-        "phases": class.phases().map(phase).collect::<Vec<_>>(),
-    })
+fn tokens_of(n: Tokens) -> String {
+    format!("{} tokens", show::count(n.get()))
 }
 
 #[cfg(test)]
@@ -452,12 +457,19 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::engine::{IgnoreArgs, ModelArgs, Named};
 
     fn args(source: &str, destination: &str, tokens: u32) -> Args {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/kvferry-models/examples");
-        let engines = check::Args { source: dir.join(source), destination: dir.join(destination), json: true };
-        let (prefix_hit, scattered, seed, salt, frozen_tail) = (0, false, 1, 0, false);
-        Args { engines, tokens, prefix_hit, scattered, seed, salt, frozen_tail, pair: None }
+        let engine = |name: &str| {
+            if name.contains('=') { name.parse().unwrap() } else { Named::File(dir.join(name)) }
+        };
+        let (model, ignore) = (ModelArgs::default(), IgnoreArgs::default());
+        let engines =
+            check::Args { source: engine(source), destination: engine(destination), model, ignore, json: true };
+        let (prefix_hit, scattered, seed, salt, frozen_tail, stripe) = (0, false, 1, 0, false, false);
+        let cost = ways::CostArgs::default();
+        Args { engines, tokens, prefix_hit, scattered, seed, salt, stripe, frozen_tail, pair: None, cost }
     }
 
     fn json_of(args: &Args) -> Value {
@@ -557,9 +569,9 @@ mod tests {
         let path = dir.path().join("d.toml");
         std::fs::write(&path, "model = \"llama-3.1-8b\"\nblocks = 3\n").unwrap();
         let mut a = args("prefill-tp4-pp2.toml", "decode-tp2.toml", 64);
-        a.engines.destination = path;
+        a.engines.destination = Named::File(path);
         let error = format!("{:#}", report(&a).unwrap_err());
-        assert!(error.contains("block 3 is out of range"), "{error}");
+        assert!(error.contains("has 3 blocks left of 3, and the request needs 4"), "{error}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, Rows, TokenOrder};
+use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, Rows, StateOrder, TokenOrder};
 use kvferry_geometry::units::RankId;
 use kvferry_models::{EngineDescription, ranges};
 
@@ -52,6 +52,12 @@ pub(crate) fn count(n: u64) -> String {
     out
 }
 
+/// A count with its noun: `2 mismatches`.
+pub(crate) fn number_of(count: usize, noun: &str) -> String {
+    let (s, es) = if noun.ends_with("ch") { ("", "es") } else { ("", "s") };
+    format!("{count} {noun}{}", if count == 1 { s } else { es })
+}
+
 const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
 /// A size to three digits: `1.25 MiB`.
@@ -61,16 +67,8 @@ pub(crate) fn size(bytes: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    let digits = if unit == 0 || value >= 100.0 {
-        0
-    } else if value >= 10.0 {
-        1
-    } else {
-        2
-    };
-    let text = format!("{value:.digits$}");
-    let short = if digits > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
-    format!("{short} {}", UNITS[unit])
+    let text = if unit == 0 { bytes.to_string() } else { three_digits(value) };
+    format!("{text} {}", UNITS[unit])
 }
 
 /// A rank with its place: `3 (pp0 tp3)`; dimensions of size 1 are left out.
@@ -110,13 +108,68 @@ pub(crate) fn layout(style: &LayoutStyle) -> String {
         0 => String::new(),
         n => format!(", {n} B padding"),
     };
-    format!("{order}{components}{rows}{padding}")
+    let kernel = style.kernel_block.map_or_else(String::new, |n| format!(", kernel blocks of {n}"));
+    let states = match style.state_order {
+        StateOrder::UnitsOuter => "",
+        StateOrder::RowsOuter => ", states' rows outside",
+    };
+    let scratch = match style.scratch_rows {
+        0 => String::new(),
+        n => format!(", {n} scratch rows"),
+    };
+    let share = if style.share { ", groups share memory" } else { "" };
+    format!("{order}{components}{rows}{padding}{kernel}{states}{scratch}{share}")
 }
 
-/// Whether a cell is a number, with or without a unit of bytes.
+/// Reads a size as `size` writes it: `64MiB`, `1.5 GiB`, `4096`.
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
+    let wrong = || "write bytes, or a number with KiB, MiB or GiB".to_owned();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit = match unit.trim() {
+        "" => "B",
+        unit => unit,
+    };
+    let power = UNITS.iter().position(|u| *u == unit).and_then(|n| u32::try_from(n).ok()).ok_or_else(wrong)?;
+    let number: f64 = number.parse().map_err(|_| wrong())?;
+    let bytes = number * 1024f64.powi(i32::try_from(power).unwrap_or(0));
+    // Beyond this a float has no single bytes, and no machine has so much memory.
+    if !(0.0..9e15).contains(&bytes) {
+        return Err(wrong());
+    }
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the range was checked")]
+    Ok(bytes as u64)
+}
+
+/// A time to three digits: `1.25 ms`.
+pub(crate) fn time(ns: u64) -> String {
+    let (value, unit) = match ns {
+        0..1_000 => return format!("{ns} ns"),
+        1_000..1_000_000 => (ns as f64 / 1e3, "us"),
+        1_000_000..1_000_000_000 => (ns as f64 / 1e6, "ms"),
+        _ => (ns as f64 / 1e9, "s"),
+    };
+    format!("{} {unit}", three_digits(value))
+}
+
+fn three_digits(value: f64) -> String {
+    let digits = if value >= 100.0 {
+        0
+    } else if value >= 10.0 {
+        1
+    } else {
+        2
+    };
+    let text = format!("{value:.digits$}");
+    if digits > 0 { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+}
+
+const TIMES: [&str; 4] = ["ns", "us", "ms", "s"];
+
+/// Whether a cell is a number, with or without a unit of bytes or time.
 fn is_number(cell: &str) -> bool {
     let (number, unit) = cell.split_once(' ').unwrap_or((cell, "B"));
-    number.starts_with(|c: char| c.is_ascii_digit()) && UNITS.contains(&unit)
+    number.starts_with(|c: char| c.is_ascii_digit()) && (UNITS.contains(&unit) || TIMES.contains(&unit))
 }
 
 /// Rows of cells under headings. Columns of numbers stand to the right.
@@ -129,7 +182,7 @@ pub(crate) fn table(indent: &str, headings: &[&str], rows: &[Vec<String>]) -> St
         for (i, (width, right)) in widths.iter_mut().zip(&mut right).enumerate() {
             let cell = cell(row, i);
             *width = (*width).max(cell.chars().count());
-            *right &= is_number(&cell);
+            *right &= is_number(&cell) || cell == "-";
         }
     }
     let mut out = String::new();
@@ -158,6 +211,22 @@ mod tests {
         assert_eq!((count(7), count(1234), count(1_000_000)), ("7".into(), "1,234".into(), "1,000,000".into()));
         let sizes: Vec<String> = [0, 1023, 1024, 1536, 10 << 20, 268_435_456, u64::MAX].map(size).to_vec();
         assert_eq!(sizes, ["0 B", "1023 B", "1 KiB", "1.5 KiB", "10 MiB", "256 MiB", "16 EiB"]);
+    }
+
+    #[test]
+    fn sizes_are_read_as_they_are_written() {
+        for (text, bytes) in [("0", 0), ("4096", 4096), ("64MiB", 64 << 20), ("1.5 GiB", 3 << 29), ("12 B", 12)] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "MiB", "1 MB", "1..5GiB", "-1", "9 EiB"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn times() {
+        let times: Vec<String> = [0, 999, 1_500, 20_000, 1_234_567, 2_000_000_000].map(time).to_vec();
+        assert_eq!(times, ["0 ns", "999 ns", "1.5 us", "20 us", "1.23 ms", "2 s"]);
     }
 
     #[test]

@@ -1,8 +1,13 @@
 //! What the user may ask of the demo, and the same said again to the rank processes.
 
+use std::str::FromStr;
+
 use clap::{Args as ClapArgs, ValueEnum};
-use kvferry_geometry::layout::LayoutStyle;
-use kvferry_models::{Shape, layout_named};
+use kvferry_geometry::layout::{LayoutStyle, StateOrder};
+use kvferry_geometry::units::Bytes;
+use kvferry_models::layout_named;
+
+use crate::engine::{IgnoreArgs, ModelArgs, Named};
 
 /// How bytes move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -25,39 +30,50 @@ impl Wire {
 /// Run a prefill and a decode engine and prove every byte that moves between them
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
-    /// A preset's name or the path of a Hugging Face config.json
-    #[arg(long, default_value = "llama-3.1-8b")]
-    pub(crate) model: String,
-    /// Parallel sizes of the prefill engine: tp=,pp=,dcp=,pcp=,pcp_mode=shard|replicate,interleave=
-    #[arg(long, default_value = "tp=4,pp=2")]
-    pub(crate) prefill: Shape,
-    /// Parallel sizes of the decode engine
-    #[arg(long, default_value = "tp=2")]
-    pub(crate) decode: Shape,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// The prefill engine: parallel sizes (tp=,pp=,dcp=,pcp=,pcp_mode=shard|replicate,interleave=), or a description's file
+    #[arg(long, default_value = "tp=4,pp=2", value_name = "ENGINE")]
+    pub(crate) prefill: Named,
+    /// The decode engine
+    #[arg(long, default_value = "tp=2", value_name = "ENGINE")]
+    pub(crate) decode: Named,
     /// Tokens of each prompt
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub(crate) tokens: u64,
     /// Requests, all in flight together
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) requests: u32,
-    /// Tokens of a prefill block
-    #[arg(long, default_value_t = 16)]
-    pub(crate) prefill_block: u32,
+    /// Tokens of a prefill block [default: as described, 16]
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) prefill_block: Option<u32>,
     /// Tokens of a decode block
-    #[arg(long, default_value_t = 16)]
-    pub(crate) decode_block: u32,
-    /// hnd, nhd, planes or packed-rows
-    #[arg(long, default_value = "hnd", value_parser = layout)]
-    pub(crate) prefill_layout: (String, LayoutStyle),
-    /// hnd, nhd, planes or packed-rows
-    #[arg(long, default_value = "hnd", value_parser = layout)]
-    pub(crate) decode_layout: (String, LayoutStyle),
-    /// Tokens of each prompt that the decode engine has already
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) decode_block: Option<u32>,
+    /// hnd, nhd, planes or packed-rows, and after commas: share (groups share memory), state-first, scratch=ROWS,
+    /// padding=BYTES, kernel=TOKENS [default: as described, hnd]
+    #[arg(long, value_name = "LAYOUT")]
+    pub(crate) prefill_layout: Option<Layout>,
+    /// The same for the decode engine
+    #[arg(long, value_name = "LAYOUT")]
+    pub(crate) decode_layout: Option<Layout>,
+    /// Tokens of each prompt that the decode engine has already; states are read all the same
+    #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     pub(crate) prefix_hit: u64,
-    /// Only the model's first so many layers
+    /// Earlier states that the prefill engine keeps beside the one after all tokens
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u64).range(..=64))]
+    pub(crate) checkpoints: u64,
+    /// The latest of them that the decode engine takes too
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub(crate) decode_checkpoints: u64,
+    /// Keep sliding windows in rings
     #[arg(long)]
-    pub(crate) layers: Option<u32>,
+    pub(crate) rings: bool,
+    /// Spread what a rank reads over all ranks that hold it equally
+    #[arg(long)]
+    pub(crate) stripe: bool,
+    #[command(flatten)]
+    pub(crate) ignore: IgnoreArgs,
     /// How bytes move
     #[arg(long, value_enum, default_value_t = Wire::Shm)]
     pub(crate) transport: Wire,
@@ -66,28 +82,128 @@ pub(crate) struct Args {
     pub(crate) json: bool,
 }
 
-fn layout(name: &str) -> Result<(String, LayoutStyle), String> {
-    let style = layout_named(name).ok_or("the layouts are hnd, nhd, planes and packed-rows")?;
-    Ok((name.to_owned(), style))
+/// A layout as it is written on the command line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Layout {
+    text: String,
+    pub(crate) style: LayoutStyle,
+    pub(crate) kernel_block: Option<u32>,
+}
+
+impl FromStr for Layout {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut words = text.split(',');
+        let style = words.next().and_then(layout_named).ok_or("the layouts are hnd, nhd, planes and packed-rows")?;
+        let mut out = Self { text: text.to_owned(), style, kernel_block: None };
+        for word in words {
+            let (key, number) = match word.split_once('=') {
+                Some((key, n)) => (key, Some(n.parse::<u32>().map_err(|_| format!("{word}: {n} is no number"))?)),
+                None => (word, None),
+            };
+            match (key, number) {
+                ("share", None) => out.style.share = true,
+                ("state-first", None) => out.style.state_order = StateOrder::RowsOuter,
+                ("scratch", Some(n)) => out.style.scratch_rows = n,
+                ("padding", Some(n)) => out.style.padding = Bytes::new(n.into()),
+                ("kernel", Some(n)) => out.kernel_block = Some(n),
+                _ => {
+                    return Err(
+                        "after a layout come share, state-first, scratch=ROWS, padding=BYTES, kernel=TOKENS".into()
+                    );
+                }
+            }
+        }
+        Ok(out)
+    }
 }
 
 impl Args {
     /// The arguments that say the same again, for a rank process.
     pub(crate) fn again(&self) -> Vec<String> {
-        let mut out = vec![
-            format!("--model={}", self.model),
+        let mut out = self.model.again();
+        out.extend([
             format!("--prefill={}", self.prefill),
             format!("--decode={}", self.decode),
             format!("--tokens={}", self.tokens),
             format!("--requests={}", self.requests),
-            format!("--prefill-block={}", self.prefill_block),
-            format!("--decode-block={}", self.decode_block),
-            format!("--prefill-layout={}", self.prefill_layout.0),
-            format!("--decode-layout={}", self.decode_layout.0),
             format!("--prefix-hit={}", self.prefix_hit),
+            format!("--checkpoints={}", self.checkpoints),
+            format!("--decode-checkpoints={}", self.decode_checkpoints),
             format!("--transport={}", self.transport.name()),
+        ]);
+        out.extend(self.prefill_block.map(|n| format!("--prefill-block={n}")));
+        out.extend(self.decode_block.map(|n| format!("--decode-block={n}")));
+        out.extend(self.prefill_layout.as_ref().map(|l| format!("--prefill-layout={}", l.text)));
+        out.extend(self.decode_layout.as_ref().map(|l| format!("--decode-layout={}", l.text)));
+        let flags = [
+            ("--rings", self.rings),
+            ("--stripe", self.stripe),
+            ("--ignore-source-only", self.ignore.ignore_source_only),
+            ("--ignore-destination-only", self.ignore.ignore_destination_only),
         ];
-        out.extend(self.layers.map(|n| format!("--layers={n}")));
+        out.extend(flags.into_iter().filter(|f| f.1).map(|f| f.0.to_owned()));
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        demo: Args,
+    }
+
+    fn parse(line: &[&str]) -> Args {
+        let line = std::iter::once("demo").chain(line.iter().copied());
+        <Line as clap::Parser>::try_parse_from(line).unwrap().demo
+    }
+
+    #[test]
+    fn a_rank_s_process_is_told_all_of_it() {
+        let all = [
+            "--model=gpt-oss-120b",
+            "--prefill=tp=2,pp=2",
+            "--decode=crates/kvferry-models/examples/draft.toml",
+            "--tokens=5",
+            "--requests=6",
+            "--prefill-block=32",
+            "--decode-block=48",
+            "--prefill-layout=nhd,share,state-first,scratch=3",
+            "--decode-layout=hnd,padding=256,kernel=16",
+            "--prefix-hit=1",
+            "--checkpoints=2",
+            "--decode-checkpoints=1",
+            "--rings",
+            "--stripe",
+            "--ignore-source-only",
+            "--ignore-destination-only",
+            "--transport=mem",
+        ];
+        for line in [&all[..], &[]] {
+            let first = parse(line);
+            let again = first.again();
+            let second = parse(&again.iter().map(String::as_str).collect::<Vec<_>>());
+            assert_eq!(format!("{first:?}"), format!("{second:?}"));
+        }
+    }
+
+    #[test]
+    fn layouts_have_options() {
+        let layout: Layout = "packed-rows,share,state-first,scratch=3,kernel=16".parse().unwrap();
+        let expected = LayoutStyle {
+            share: true,
+            state_order: StateOrder::RowsOuter,
+            scratch_rows: 3,
+            ..LayoutStyle::PACKED_ROWS
+        };
+        assert_eq!((layout.style, layout.kernel_block), (expected, Some(16)));
+        for wrong in ["", "share", "hnd,scratch", "hnd,share=1", "hnd,padding=x", "hnd,other"] {
+            assert!(wrong.parse::<Layout>().is_err(), "{wrong}");
+        }
     }
 }

@@ -4,8 +4,6 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use kvferry_geometry::compat::Compatible;
-use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::plan::PairPlan;
 use kvferry_geometry::request::BoundRequest;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
@@ -25,8 +23,7 @@ impl Baseline {
     /// copied doesn't matter, only that the memory was touched and is far larger than the CPU's caches.
     pub(crate) fn new(scenario: &Scenario, rank: RankId, regions: &[Region]) -> anyhow::Result<Self> {
         let (src, dst) = (&scenario.prefill.manifest, &scenario.decode.manifest);
-        let compatible = Compatible::new(Arc::clone(src), Arc::clone(dst))?;
-        let peers = PeerMap::new(&compatible, 0)?;
+        let (compatible, peers) = scenario.plan()?;
         let bound: Vec<BoundRequest> = (0..scenario.requests.len())
             .map(|r| BoundRequest::new(&compatible, scenario.request(r)))
             .collect::<Result<_, _>>()?;

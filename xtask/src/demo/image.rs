@@ -1,19 +1,24 @@
 //! What every byte of a rank must be, by arithmetic of its own: nothing here comes from the planner.
 //!
-//! A prefill rank is filled with a function of each byte's logical coordinate, a decode rank with a background. After the
-//! transfers a decode rank is checked cell by cell against what it would have computed itself; then its checked cells
-//! are returned to the background, and whatever still differs from it was touched outside.
+//! A prefill rank is filled with a function of each byte's logical coordinate, a decode rank with a background; what belongs to
+//! no coordinate of a request (scratch rows, free blocks, the rest of a last block) has another background at the prefill
+//! rank, so that it would be seen if it were moved. After the transfers a decode rank is checked cell by cell against what it
+//! would have computed itself; then its checked cells are returned to the background, and whatever still differs from it was
+//! touched outside.
+
+use std::fmt;
 
 use anyhow::Context as _;
-use kvferry_geometry::layout::PagedView;
-use kvferry_geometry::placement::Placement;
-use kvferry_geometry::spec::{PagedItem, Retention};
-use kvferry_geometry::units::{GroupId, RankId, RegionId};
+use kvferry_geometry::layout::{Chunks, ComponentView, PagedView, StateView, View};
+use kvferry_geometry::placement::{PagedPlacement, Placement, StatePlacement, TokenClass};
+use kvferry_geometry::spec::{Component, ItemKind, PagedItem, Retention, StateItem, ValueHeads};
+use kvferry_geometry::units::{BlockId, RankId, RegionId};
 use kvferry_memory::pattern::{self, Coordinate};
 use kvferry_transport::Region;
 use serde::{Deserialize, Serialize};
 
-use super::scenario::{Engine, GroupBlocks, Role, Scenario};
+use super::scenario::{Role, Scenario};
+use crate::blocks::GroupBlocks;
 
 /// The outcome of checking one decode rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -28,34 +33,58 @@ pub(crate) struct Verdict {
     pub(crate) first: Option<String>,
 }
 
-/// What a cell (one token, head and component) must hold.
+/// What a cell must hold.
 #[derive(Clone, Copy)]
 enum Content {
-    Pattern(Coordinate),
+    /// The coordinate's bytes from this one on.
+    Pattern(Coordinate, u64),
     Zero,
 }
 
-/// One cell of a rank.
+/// Where a cell stands in the model.
+#[derive(Clone, Copy)]
+enum Place<'a> {
+    /// One value of a paged item.
+    Value { token: u64, head: u32, component: &'a str },
+    /// One row of one unit of a state.
+    Row { position: u64, unit: u32, row: u32, part: &'a str },
+}
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Value { token, head, component } => write!(f, "token {token}, head {head}, component {component}"),
+            Self::Row { position, unit, row, part } => {
+                write!(f, "state after {position} tokens, part {part}, row {row}, unit {unit}")
+            }
+        }
+    }
+}
+
+/// A run of bytes of a rank that belong together: one value, or one row of one unit of a state.
 struct CellAt<'a> {
     region: RegionId,
     offset: u64,
     width: u64,
     content: Content,
     item: &'a str,
-    token: u64,
-    head: u32,
-    component: usize,
+    place: Place<'a>,
+}
+
+/// What a region holds where no cell is.
+fn background(role: Role, region: u64) -> Coordinate {
+    pattern::background(if role == Role::Prefill { region | 1 << 40 } else { region })
 }
 
 /// Fills a rank before the transfers.
 pub(crate) fn fill(scenario: &Scenario, role: Role, rank: RankId, regions: &[Region]) -> anyhow::Result<()> {
     for (id, region) in (0u64..).zip(regions) {
-        pattern::fill(region, 0, region.len().get(), pattern::background(id), 0)?;
+        pattern::fill(region, 0, region.len().get(), background(role, id), 0)?;
     }
     if role == Role::Prefill {
         for_each_cell(scenario, role, rank, &mut |cell| {
-            if let Content::Pattern(place) = cell.content {
-                pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, place, 0)?;
+            if let Content::Pattern(place, byte) = cell.content {
+                pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, place, byte)?;
             }
             Ok(())
         })?;
@@ -70,8 +99,8 @@ pub(crate) fn verify(scenario: &Scenario, role: Role, rank: RankId, regions: &[R
     for_each_cell(scenario, role, rank, &mut |cell| {
         let region = &regions[cell.region.index()];
         let wrong = match cell.content {
-            Content::Pattern(place) => {
-                pattern::check(region, cell.offset, cell.width, place, 0)?.map(|m| (m.count, m.expected, m.got))
+            Content::Pattern(place, byte) => {
+                pattern::check(region, cell.offset, cell.width, place, byte)?.map(|m| (m.count, m.expected, m.got))
             }
             Content::Zero => not_zero(region, cell.offset, cell.width)?,
         };
@@ -83,20 +112,17 @@ pub(crate) fn verify(scenario: &Scenario, role: Role, rank: RankId, regions: &[R
         verdict.checked += checked;
         if let Some((_, expected, got)) = wrong {
             verdict.first.get_or_insert_with(|| {
-                format!(
-                    "item {}, token {}, head {}, component {}: byte {expected:#04x} expected, {got:#04x} found",
-                    cell.item, cell.token, cell.head, cell.component
-                )
+                format!("item {}, {}: byte {expected:#04x} expected, {got:#04x} found", cell.item, cell.place)
             });
         }
         Ok(())
     })?;
     for_each_cell(scenario, role, rank, &mut |cell| {
-        let background = pattern::background(u64::from(cell.region.get()));
+        let background = background(role, u64::from(cell.region.get()));
         Ok(pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, background, cell.offset)?)
     })?;
     for (id, region) in (0u64..).zip(regions) {
-        if let Some(m) = pattern::check(region, 0, region.len().get(), pattern::background(id), 0)? {
+        if let Some(m) = pattern::check(region, 0, region.len().get(), background(role, id), 0)? {
             verdict.outside += m.count;
             verdict.first.get_or_insert_with(|| format!("region {id}, byte {}: touched outside", m.offset));
         }
@@ -123,89 +149,209 @@ fn for_each_cell(
     let engine = scenario.engine(role);
     let described = engine.manifest.rank(rank).context("no such rank")?;
     for (id, item) in engine.manifest.spec().iter() {
-        let (Some(placement), Some(view)) = (described.placement[id.index()], &described.layout.views[id.index()])
+        let (Some(placement), Some(view)) = (&described.placement[id.index()], &described.layout.views[id.index()])
         else {
             continue;
         };
-        let paged = item.as_paged();
-        let one = ItemAt { name: item.name.as_str(), paged, placement, view };
-        let group = engine.manifest.group_of(id);
-        for request in 0..scenario.requests.len() {
-            one.cells(scenario, engine, request, group, visit)?;
+        if role == Role::Decode && scenario.prefill.manifest.spec().find(&item.name).is_none() {
+            // Ignored: nothing of it may be touched.
+            continue;
+        }
+        let group = engine.manifest.group_of(id).index();
+        for (number, blocks) in scenario.requests.iter().enumerate() {
+            let blocks = match role {
+                Role::Prefill => &blocks.src[group],
+                Role::Decode => &blocks.dst[group],
+            };
+            // One request's tokens must not look like another's.
+            let seed = pattern::seed(item.name.as_str()) ^ pattern::seed(&format!("request {number}"));
+            let name = item.name.as_str();
+            match (&item.kind, placement, view) {
+                (ItemKind::Paged(paged), Placement::Paged(placement), View::Paged(view)) => {
+                    let at = PagedAt { name, seed, paged, placement, view };
+                    at.cells(scenario, role, blocks, visit)?;
+                }
+                (ItemKind::State(state), Placement::State(placement), View::State(view)) => {
+                    let at = StateAt { name, seed, state, placement, view };
+                    at.cells(scenario, role, blocks, visit)?;
+                }
+                _ => anyhow::bail!("item {name} is placed as another kind than it is"),
+            }
         }
     }
     Ok(())
 }
 
-struct ItemAt<'a> {
+/// A paged item of a rank.
+struct PagedAt<'a> {
     name: &'a str,
+    seed: u64,
     paged: &'a PagedItem,
-    placement: Placement,
+    placement: &'a PagedPlacement,
     view: &'a PagedView,
 }
 
-impl ItemAt<'_> {
+impl PagedAt<'_> {
     fn cells(
         &self,
         scenario: &Scenario,
-        engine: &Engine,
-        request: usize,
-        group: GroupId,
+        role: Role,
+        blocks: &GroupBlocks,
         visit: &mut dyn FnMut(CellAt<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let blocks = &scenario.requests[request];
-        let GroupBlocks { first_position, ids } = match engine.role {
-            Role::Prefill => &blocks.src[group.index()],
-            Role::Decode => &blocks.dst[group.index()],
-        };
-        let start = match engine.role {
-            Role::Prefill => kept_from(self.paged.retention, scenario.tokens),
-            Role::Decode => kept_from(self.paged.retention, scenario.tokens).max(scenario.cached),
-        };
+        let n = scenario.ask.tokens;
+        let kept = kept_from(self.paged.retention, n);
+        let start = if role == Role::Decode { kept.max(scenario.cached) } else { kept };
         // Where the decode engine needs nothing, nothing is zeroed either.
-        let zeroes = engine.role == Role::Decode && start < scenario.tokens;
-        // One request's tokens must not look like another's.
-        let item = pattern::seed(self.name) ^ pattern::seed(&format!("request {request}"));
-        let block_size = u64::from(self.view.block_size);
-        for (position, id) in (*first_position..).zip(ids) {
-            for entry in 0..block_size {
-                let token = self.token_at(position * block_size + entry);
-                let computed = (start..scenario.tokens).contains(&token);
-                let zeroed = zeroes && token >= scenario.tokens;
-                if !(computed || zeroed) {
-                    continue;
+        let wanted = Wanted { start, end: n, zeroes: role == Role::Decode && start < n };
+        for c in &self.paged.components {
+            // By name: a proven manifest has a view of every component.
+            let Some(v) = self.view.components.iter().find(|v| v.name == c.name) else {
+                continue;
+            };
+            for (position, &id) in (blocks.first_position..).zip(&blocks.ids) {
+                self.block(c, v, (position, id), wanted, visit)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One component's values in one block.
+    fn block(
+        &self,
+        c: &Component,
+        v: &ComponentView,
+        (position, id): (u64, BlockId),
+        wanted: Wanted,
+        visit: &mut dyn FnMut(CellAt<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let (entries, span) = (u64::from(self.view.block_size), u64::from(c.span));
+        let entry_tokens = u64::from(self.paged.tokens_per_entry);
+        let heads = self.placement.heads;
+        // One value for all heads of a rank is that of its first.
+        let last = if c.heads == ValueHeads::Shared { heads.start() + 1 } else { heads.end() };
+        let kernel = u64::from(self.view.kernel.size);
+        let chunks = v.chunks.unwrap_or(Chunks { bytes: c.width, stride: c.width });
+        let component = named(c.name.as_str());
+        for entry in (0..entries).step_by(usize::try_from(span)?) {
+            let place = token_at(self.placement.tokens, (position * entries + entry) * entry_tokens);
+            let token = latest_in(self.paged.retention, place, wanted.end);
+            let Some(computed) = wanted.is_computed(token, entry_tokens, span) else {
+                continue;
+            };
+            for head in heads.start()..last {
+                let offset = self.view.offset.get()
+                    + u64::from(id.get()) * self.view.block_stride.get()
+                    + entry / kernel * self.view.kernel.stride.get()
+                    + v.offset.get()
+                    + u64::from(head - heads.start()) * v.head_stride.get()
+                    + entry % kernel / span * v.entry_stride.get();
+                let coordinate = Coordinate { item: self.seed, token, head, component };
+                for chunk in 0..c.width.get() / chunks.bytes.get() {
+                    let byte = chunk * chunks.bytes.get();
+                    visit(CellAt {
+                        region: self.view.region,
+                        offset: offset + chunk * chunks.stride.get(),
+                        width: chunks.bytes.get(),
+                        content: if computed { Content::Pattern(coordinate, byte) } else { Content::Zero },
+                        item: self.name,
+                        place: Place::Value { token, head, component: c.name.as_str() },
+                    })?;
                 }
-                for head in self.placement.heads.start()..self.placement.heads.end() {
-                    for (component, c) in self.paged.components.iter().enumerate() {
-                        // By name: a proven manifest has a view of every component.
-                        let Some(v) = self.view.components.iter().find(|v| v.name == c.name) else { continue };
-                        let kernel = u64::from(self.view.kernel.size);
-                        let offset = self.view.offset.get()
-                            + u64::from(id.get()) * self.view.block_stride.get()
-                            + entry / kernel * self.view.kernel.stride.get()
-                            + v.offset.get()
-                            + u64::from(head - self.placement.heads.start()) * v.head_stride.get()
-                            + entry % kernel * v.entry_stride.get();
-                        let place = Coordinate { item, token, head, component: named(c.name.as_str()) };
-                        let content = if computed { Content::Pattern(place) } else { Content::Zero };
-                        let (region, width, item) = (self.view.region, c.width.get(), self.name);
-                        visit(CellAt { region, offset, width, content, item, token, head, component })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Tokens of an item that were computed, or must arrive.
+#[derive(Clone, Copy)]
+struct Wanted {
+    start: u64,
+    end: u64,
+    /// Whether what follows in the listed blocks is zeroed.
+    zeroes: bool,
+}
+
+impl Wanted {
+    /// Whether the value of `span` entries, of `each` tokens, that begins with a token must be there, or zeroed; `None`: neither.
+    /// An entry exists when all its tokens do, and a value when its first entry does.
+    fn is_computed(self, token: u64, each: u64, span: u64) -> Option<bool> {
+        let (first, start, end) = (token / each, self.start / each, self.end / each);
+        if first < end {
+            return (first + span > start && start < end).then_some(true);
+        }
+        self.zeroes.then_some(false)
+    }
+}
+
+/// The token at a rank's local position: tokens are dealt out `interleave` at a time.
+fn token_at(class: TokenClass, local: u64) -> u64 {
+    let (deal, ranks) = (u64::from(class.interleave()), u64::from(class.count()));
+    (local / deal * ranks + u64::from(class.index())) * deal + local % deal
+}
+
+/// The token that is in a place of the table when `n` tokens are there: in a ring, the latest that came to the place.
+fn latest_in(retention: Retention, place: u64, n: u64) -> u64 {
+    match retention {
+        Retention::Ring(r) if place < n => place + (n - 1 - place) / r.get() * r.get(),
+        _ => place,
+    }
+}
+
+/// A state item of a rank.
+struct StateAt<'a> {
+    name: &'a str,
+    seed: u64,
+    state: &'a StateItem,
+    placement: &'a StatePlacement,
+    view: &'a StateView,
+}
+
+impl StateAt<'_> {
+    fn cells(
+        &self,
+        scenario: &Scenario,
+        role: Role,
+        blocks: &GroupBlocks,
+        visit: &mut dyn FnMut(CellAt<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let kept: Vec<u64> = match role {
+            Role::Prefill => scenario.ask.positions().collect(),
+            Role::Decode => scenario.states_moved().collect(),
+        };
+        for (&position, &slot) in kept.iter().zip(&blocks.ids) {
+            for (part, units) in self.state.parts.iter().zip(&self.placement.parts) {
+                let Some(v) = self.view.parts.iter().find(|v| v.name == part.name) else {
+                    continue;
+                };
+                let (component, width) = (named(part.name.as_str()), part.width.get());
+                let start =
+                    self.view.offset.get() + u64::from(slot.get()) * self.view.slot_stride.get() + v.offset.get();
+                // Scratch rows come after the state's own and belong to no coordinate.
+                for row in 0..part.rows {
+                    for unit in units.start()..units.end() {
+                        let offset = start
+                            + u64::from(row) * v.row_stride.get()
+                            + u64::from(unit - units.start()) * v.unit_stride.get();
+                        let coordinate = Coordinate { item: self.seed, token: position, head: unit, component };
+                        visit(CellAt {
+                            region: self.view.region,
+                            offset,
+                            width,
+                            content: Content::Pattern(coordinate, u64::from(row) * width),
+                            item: self.name,
+                            place: Place::Row { position, unit, row, part: part.name.as_str() },
+                        })?;
                     }
                 }
             }
         }
         Ok(())
     }
-
-    /// The token at a rank's local position: tokens are dealt out `interleave` at a time.
-    fn token_at(&self, local: u64) -> u64 {
-        let class = self.placement.tokens;
-        let (deal, ranks) = (u64::from(class.interleave()), u64::from(class.count()));
-        (local / deal * ranks + u64::from(class.index())) * deal + local % deal
-    }
 }
 
-/// Components are told apart by name, since engines may list them in different orders.
+/// Components and parts are told apart by name, since engines may list them in different orders.
 fn named(name: &str) -> u32 {
     u32::try_from(pattern::seed(name) & 0xffff_ffff).unwrap_or(0)
 }
@@ -215,6 +361,33 @@ fn kept_from(retention: Retention, tokens: u64) -> u64 {
     match retention {
         Retention::Window(w) => (tokens + 1).saturating_sub(w.get()),
         Retention::Chunk(c) => tokens / c.get() * c.get(),
+        Retention::Ring(r) => tokens.saturating_sub(r.get()),
         _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::units::Tokens;
+
+    use super::*;
+
+    #[test]
+    fn values_of_several_tokens_begin_and_end_in_their_own_way() {
+        let wanted = Wanted { start: 10, end: 21, zeroes: true };
+        let of = |each, span| [0, 4, 8, 12, 16, 20, 24].map(|token| wanted.is_computed(token, each, span));
+        let (moved, zero) = (Some(true), Some(false));
+        assert_eq!(of(4, 1), [None, None, moved, moved, moved, zero, zero]);
+        assert_eq!(of(1, 4), [None, None, moved, moved, moved, moved, zero]);
+        let nothing = Wanted { start: 21, end: 21, zeroes: false };
+        assert_eq!(nothing.is_computed(20, 1, 4), None);
+    }
+
+    #[test]
+    fn a_ring_s_places_have_their_latest_tokens() {
+        let ring = Retention::Ring(Tokens::new(8));
+        assert_eq!([0, 1, 2, 7].map(|place| latest_in(ring, place, 10)), [8, 9, 2, 7]);
+        assert_eq!([0, 4, 5].map(|place| latest_in(ring, place, 5)), [0, 4, 5]);
+        assert_eq!((kept_from(ring, 10), kept_from(ring, 5)), (2, 0));
     }
 }

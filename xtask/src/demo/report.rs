@@ -48,6 +48,8 @@ pub(crate) struct Summary {
     pub(crate) transport: &'static str,
     pub(crate) requests: u32,
     pub(crate) tokens: u64,
+    /// What is said of states; null where the model has none.
+    pub(crate) states: Option<String>,
     pub(crate) prefix_hit: u64,
     pub(crate) pairs: Vec<PairLine>,
     /// Bytes moved in one round.
@@ -77,6 +79,7 @@ impl Summary {
             transport: args.transport.name(),
             requests: args.requests,
             tokens: args.tokens,
+            states: scenario.states(),
             prefix_hit: args.prefix_hit,
             pairs: Vec::new(),
             bytes: 0,

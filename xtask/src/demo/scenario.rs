@@ -3,14 +3,18 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use kvferry_geometry::layout::LayoutStyle;
+use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::request::{BlockTable, DstGroup, Request, SrcGroup, Tail};
-use kvferry_geometry::units::{BlockId, GroupId, RankId, TokenRange, Tokens};
-use kvferry_models::{EngineDescription, Model, Shape};
+use kvferry_geometry::peers::{PeerMap, PeerOptions};
+use kvferry_geometry::request::{DstGroup, Request, SrcGroup, Tail};
+use kvferry_geometry::spec::{Item, ItemKind, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::units::{RankId, Tokens};
+use kvferry_models::{EngineDescription, Grouping};
 use kvferry_transport::conformance::sample::Rng;
 
-use super::args::Args;
+use super::args::{Args, Layout};
+use crate::blocks::{self, Ask, Free, GroupBlocks, Room};
+use crate::engine::Named;
 use crate::show;
 
 /// A side of the demo.
@@ -39,13 +43,6 @@ pub(crate) struct Engine {
     description: EngineDescription,
 }
 
-/// One group's blocks of one request at one engine.
-#[derive(Clone, Debug)]
-pub(crate) struct GroupBlocks {
-    pub(crate) first_position: u64,
-    pub(crate) ids: Vec<BlockId>,
-}
-
 /// One request's blocks at both engines.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
@@ -59,9 +56,12 @@ pub(crate) struct Scenario {
     pub(crate) model: String,
     pub(crate) prefill: Engine,
     pub(crate) decode: Engine,
-    pub(crate) tokens: u64,
+    pub(crate) ask: Ask,
     pub(crate) cached: u64,
+    /// Earlier states that the decode engine takes besides the one after all tokens.
+    pub(crate) more: u64,
     pub(crate) requests: Vec<Blocks>,
+    args: Args,
 }
 
 /// The two engines, before any request.
@@ -78,12 +78,22 @@ impl Engines {
         if args.prefix_hit > args.tokens {
             bail!("--prefix-hit {} is more than --tokens {}", args.prefix_hit, args.tokens);
         }
-        let model = Model::preset_or_file(&args.model)?;
-        let prefill = engine(args, &model, Role::Prefill, args.prefill, args.prefill_block, args.prefill_layout.1)
+        if args.checkpoints >= args.tokens {
+            bail!("--checkpoints {} are more than {} tokens have room for", args.checkpoints, args.tokens);
+        }
+        if args.decode_checkpoints > args.checkpoints {
+            let (wanted, kept) = (args.decode_checkpoints, args.checkpoints);
+            bail!("--decode-checkpoints {wanted} are more than the --checkpoints {kept} that there are");
+        }
+        let prefill = describe(args, Role::Prefill, &args.prefill, args.prefill_block, args.prefill_layout.as_ref())
             .context("the prefill engine")?;
-        let decode = engine(args, &model, Role::Decode, args.decode, args.decode_block, args.decode_layout.1)
+        let decode = describe(args, Role::Decode, &args.decode, args.decode_block, args.decode_layout.as_ref())
             .context("the decode engine")?;
-        Ok(Self { model: model.name().to_owned(), prefill, decode })
+        let ring = if args.rings { Some(ring_step([&prefill, &decode])?) } else { None };
+        let model = prefill.model.name().to_owned();
+        let prefill = engine(args, Role::Prefill, prefill, args.checkpoints, ring).context("the prefill engine")?;
+        let decode = engine(args, Role::Decode, decode, args.decode_checkpoints, ring).context("the decode engine")?;
+        Ok(Self { model, prefill, decode })
     }
 
     /// Bytes of memory that both engines need; the yardstick takes as much as the largest prefill rank for every decode
@@ -100,16 +110,45 @@ impl Engines {
 impl Scenario {
     /// The engines and their requests.
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
-        Ok(Self::with(Engines::new(args)?, args))
+        Self::with(Engines::new(args)?, args)
     }
 
     /// Adds the requests to engines.
-    pub(crate) fn with(engines: Engines, args: &Args) -> Self {
+    pub(crate) fn with(engines: Engines, args: &Args) -> anyhow::Result<Self> {
         let Engines { model, prefill, decode } = engines;
-        let src = all_blocks(&prefill.manifest, args);
-        let dst = all_blocks(&decode.manifest, args);
+        let ask = ask(args, args.checkpoints);
+        let src = all_blocks(&prefill.manifest, args, ask)?;
+        let dst = all_blocks(&decode.manifest, args, self::ask(args, args.decode_checkpoints))?;
         let requests = src.into_iter().zip(dst).map(|(src, dst)| Blocks { src, dst }).collect();
-        Self { model, prefill, decode, tokens: args.tokens, cached: args.prefix_hit, requests }
+        let (cached, more) = (args.prefix_hit, args.decode_checkpoints);
+        Ok(Self { model, prefill, decode, ask, cached, more, requests, args: args.clone() })
+    }
+
+    /// Both engines together, and who reads from whom.
+    pub(crate) fn plan(&self) -> anyhow::Result<(Compatible, PeerMap)> {
+        let (src, dst) = (Arc::clone(&self.prefill.manifest), Arc::clone(&self.decode.manifest));
+        let cannot = "the two engines cannot talk";
+        let compatible = Compatible::with(src, dst, self.args.ignore.options()).context(cannot)?;
+        let options = PeerOptions { salt: 0, stripe: self.args.stripe };
+        let peers = PeerMap::with(&compatible, options, |_, _| 0).context(cannot)?;
+        Ok((compatible, peers))
+    }
+
+    /// The states that a request brings to the decode engine, by position; the first is the one it resumes from.
+    pub(crate) fn states_moved(&self) -> impl Iterator<Item = u64> {
+        self.ask.positions().take(usize::try_from(self.more).unwrap_or(usize::MAX).saturating_add(1))
+    }
+
+    /// What is said of states, where there are any.
+    pub(crate) fn states(&self) -> Option<String> {
+        let bytes = self.decode.manifest.spec().bytes_per_state().get();
+        if bytes == 0 {
+            return None;
+        }
+        let earlier: Vec<String> = self.states_moved().skip(1).map(show::count).collect();
+        let earlier = if earlier.is_empty() { String::new() } else { format!(" and {}", earlier.join(", ")) };
+        let at = show::count(self.ask.tokens);
+        Some(format!("states of {} for each request, read at position {at}{earlier}", show::size(bytes)))
     }
 
     pub(crate) fn engine(&self, role: Role) -> &Engine {
@@ -121,27 +160,17 @@ impl Scenario {
 
     /// What the source says of a request.
     pub(crate) fn src_groups(&self, request: usize) -> Vec<SrcGroup> {
-        let held = |group| self.prefill.manifest.retention(group).needed(Tokens::new(self.tokens));
-        let groups = (0u32..).map(GroupId::new).zip(&self.requests[request].src);
-        groups
-            .map(|(id, g)| SrcGroup {
-                table: BlockTable::new(g.first_position, &g.ids),
-                held: held(id),
-                tail: Tail::Exact,
-            })
-            .collect()
+        self.ask.src(&self.prefill.manifest, &self.requests[request].src, Tail::Exact)
     }
 
     /// What the destination says of it.
     pub(crate) fn dst_groups(&self, request: usize) -> Vec<DstGroup> {
-        let cached = Tokens::new(self.cached);
-        let groups = self.requests[request].dst.iter();
-        groups.map(|g| DstGroup { table: BlockTable::new(g.first_position, &g.ids), cached }).collect()
+        self.ask.dst(&self.decode.manifest, &self.requests[request].dst, self.cached, self.more)
     }
 
     /// Both sides of a request, for the planner.
     pub(crate) fn request(&self, request: usize) -> Request {
-        Request { tokens: Tokens::new(self.tokens), src: self.src_groups(request), dst: self.dst_groups(request) }
+        Request { tokens: Tokens::new(self.ask.tokens), src: self.src_groups(request), dst: self.dst_groups(request) }
     }
 }
 
@@ -156,57 +185,88 @@ impl Engine {
     }
 }
 
-fn engine(
-    args: &Args,
-    model: &Model,
-    role: Role,
-    shape: Shape,
-    block_size: u32,
-    layout: LayoutStyle,
-) -> anyhow::Result<Engine> {
-    let mut description = EngineDescription::new(model.clone(), shape);
-    description.name = role.name().to_owned();
-    description.options.layers = args.layers;
-    description.block_size = block_size;
-    description.layout = layout;
-    // First a sketch that tells how many tokens a block of each group covers, then the blocks that the requests need.
-    description.blocks = Some(1);
-    let sketch = description.manifest()?;
-    let wanted = |group| {
-        let each = blocks_of_request(&sketch, group, args.tokens).1 * u64::from(args.requests);
-        each + each / 8 + 2
-    };
-    let groups = (0..u32::try_from(sketch.groups().len())?).map(GroupId::new);
-    let blocks = groups.map(wanted).max().unwrap_or(1);
-    description.blocks = Some(u32::try_from(blocks).context("the requests need more than 2^32 blocks")?);
-    Ok(Engine { role, manifest: Arc::new(description.manifest()?), description })
+fn ask(args: &Args, earlier: u64) -> Ask {
+    Ask { tokens: args.tokens, states: earlier + 1 }
 }
 
-/// (first table position, entries) that a request of `tokens` needs in a group; a window's earlier blocks are gone.
-fn blocks_of_request(manifest: &Manifest, group: GroupId, tokens: u64) -> (u64, u64) {
-    let covers = manifest.groups()[group.index()].block_tokens.get();
-    let kept: TokenRange = manifest.retention(group).needed(Tokens::new(tokens));
-    let first = kept.start().get() / covers;
-    (first, tokens.div_ceil(covers).saturating_sub(first))
+fn describe(
+    args: &Args,
+    role: Role,
+    named: &Named,
+    block_size: Option<u32>,
+    layout: Option<&Layout>,
+) -> anyhow::Result<EngineDescription> {
+    let mut d = args.model.describe(named, role.name())?;
+    if let Some(layout) = layout {
+        (d.layout, d.kernel_block) = (layout.style, layout.kernel_block);
+        if d.layout.share && d.grouping == Grouping::default() {
+            d.grouping = Grouping::EqualLayers;
+        }
+    }
+    match block_size {
+        Some(n) => d.block_size = n,
+        None if d.layout.share && matches!(named, Named::Shape(_)) => blocks::grow_to_states(&mut d)?,
+        None => {}
+    }
+    Ok(d)
+}
+
+/// An engine with the blocks and slots that the requests need.
+fn engine(
+    args: &Args,
+    role: Role,
+    mut description: EngineDescription,
+    earlier: u64,
+    ring: Option<u64>,
+) -> anyhow::Result<Engine> {
+    let room = Room { ask: ask(args, earlier), requests: args.requests.into(), spare: true };
+    let adjust = |m: Manifest| ring.map_or(Ok(m.clone()), |step| with_rings(&m, step));
+    blocks::fit_with(&mut description, room, &adjust)?;
+    let manifest = adjust(description.manifest()?)?;
+    Ok(Engine { role, manifest: Arc::new(manifest), description })
+}
+
+/// A number of tokens that the blocks of both engines' groups of windows divide.
+fn ring_step(engines: [&EngineDescription; 2]) -> anyhow::Result<u64> {
+    let mut step = 1u64;
+    for d in engines {
+        let mut sketch = (*d).clone();
+        sketch.blocks = Some(1);
+        let m = sketch.manifest()?;
+        for (id, group) in blocks::groups(&m).zip(m.groups()) {
+            if blocks::retentions(&m, id).any(|r| matches!(r, Retention::Window(_))) {
+                let block = group.block_tokens.get().max(1);
+                let (mut a, mut b) = (step, block);
+                while b > 0 {
+                    (a, b) = (b, a % b);
+                }
+                step =
+                    (step / a).checked_mul(block).filter(|&s| s <= 1 << 32).context("blocks without a common ring")?;
+            }
+        }
+    }
+    Ok(step)
+}
+
+/// The same engine with its windows kept in rings of a multiple of `step` tokens.
+fn with_rings(m: &Manifest, step: u64) -> anyhow::Result<Manifest> {
+    let ringed = |item: &Item| match &item.kind {
+        ItemKind::Paged(PagedItem { retention: Retention::Window(w), heads, tokens_per_entry, components }) => {
+            let (heads, tokens_per_entry, components) = (*heads, *tokens_per_entry, components.clone());
+            let retention = Retention::Ring(Tokens::new(w.get().next_multiple_of(step)));
+            Item::paged(item.name.as_str(), PagedItem { heads, tokens_per_entry, components, retention })
+        }
+        _ => item.clone(),
+    };
+    let spec = ModelSpec::new(m.spec().items().iter().map(ringed).collect())?;
+    Ok(Manifest::new(spec, m.groups().to_vec(), m.ranks().to_vec())?)
 }
 
 /// The blocks of every request: scattered, as an allocator leaves them after a while.
-fn all_blocks(manifest: &Manifest, args: &Args) -> Vec<Vec<GroupBlocks>> {
-    let mut requests = vec![Vec::new(); args.requests as usize];
-    for id in (0u32..).map(GroupId::new).take(manifest.groups().len()) {
-        let mut free = shuffled(manifest.blocks(id).get(), u64::from(id.get()) + manifest.ranks().len() as u64);
-        let (first_position, count) = blocks_of_request(manifest, id, args.tokens);
-        for request in &mut requests {
-            let rest = free.split_off(usize::try_from(count).unwrap_or(usize::MAX).min(free.len()));
-            request.push(GroupBlocks { first_position, ids: std::mem::replace(&mut free, rest) });
-        }
-    }
-    requests
-}
-
-/// All block ids in a random order, the same in every process.
-fn shuffled(blocks: u32, seed: u64) -> Vec<BlockId> {
-    let mut ids: Vec<BlockId> = (0..blocks).map(BlockId::new).collect();
-    Rng::new(seed).shuffle(&mut ids);
-    ids
+fn all_blocks(m: &Manifest, args: &Args, ask: Ask) -> anyhow::Result<Vec<Vec<GroupBlocks>>> {
+    let mut free = Free::new(m, |list, ids| {
+        // The same in every process.
+        Rng::new(u64::from(list) + m.ranks().len() as u64).shuffle(ids);
+    });
+    (0..args.requests).map(|_| free.take(m, ask)).collect()
 }
