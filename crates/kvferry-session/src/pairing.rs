@@ -153,11 +153,11 @@ impl Acquaintance {
 /// One direction, with what our engine lets pass.
 type Way = Option<(CompatOptions, Result<Direction, PairingError>)>;
 
-fn known<'a>(
-    way: &'a mut Way,
+fn known(
+    way: &mut Way,
     options: CompatOptions,
     make: impl FnOnce() -> Result<Direction, PairingError>,
-) -> Result<&'a mut Direction, PairingError> {
+) -> Result<&mut Direction, PairingError> {
     // An owner's options don't change; but a rank takes its owner's word with each order.
     let made = way.take().filter(|(of, _)| *of == options).unwrap_or_else(|| (options, make()));
     way.insert(made).1.as_mut().map_err(|e| e.clone())

@@ -39,6 +39,9 @@ pub(crate) struct Shape {
     pub(crate) script: Script,
 }
 
+/// How a request ended.
+pub(crate) type Ended = Result<Delivered, Box<Failed>>;
+
 pub(crate) struct Engine {
     pub(crate) owner: OwnerSession,
     pub(crate) ranks: Vec<RankSession>,
@@ -48,7 +51,7 @@ pub(crate) struct Engine {
     links: Vec<RankLinkId>,
     connects: Vec<LinkId>,
     said: VecDeque<PeerMessage>,
-    pub(crate) ended: Vec<(PullId, Result<Delivered, Failed>)>,
+    pub(crate) ended: Vec<(PullId, Ended)>,
     pub(crate) closed: Vec<(Fence, Closing)>,
     /// Permutations that were not done, by rank.
     pub(crate) work: Vec<(usize, LocalWork)>,
@@ -153,7 +156,7 @@ impl Engine {
                     let bytes = wire::encode_to_rank(&message).unwrap();
                     self.ranks[rank].handle(wire::decode_to_rank(&frame(&bytes)).unwrap(), now);
                 }
-                Effect::PullEnded { pull, result } => self.ended.push((pull, *result)),
+                Effect::PullEnded { pull, result } => self.ended.push((pull, (*result).map_err(Box::new))),
                 Effect::LeaseClosed { fence, how } => self.closed.push((fence, how)),
                 Effect::JoinRefused(error) => panic!("{error}"),
                 _ => {}
@@ -351,7 +354,7 @@ impl World {
     }
 
     /// Offers, pulls, and waits.
-    pub(crate) fn pull(&mut self, tokens: u64, src: Vec<SrcGroup>, dst: Vec<DstGroup>) -> Result<Delivered, Failed> {
+    pub(crate) fn pull(&mut self, tokens: u64, src: Vec<SrcGroup>, dst: Vec<DstGroup>) -> Ended {
         let fence = self.offer(src);
         let wish = self.wish(&fence, tokens, dst);
         let pull = self.d.owner.pull(wish, self.now);
@@ -359,7 +362,7 @@ impl World {
         self.end_of(pull).unwrap_or_else(|| panic!("{pull} has not ended"))
     }
 
-    pub(crate) fn end_of(&self, pull: PullId) -> Option<Result<Delivered, Failed>> {
+    pub(crate) fn end_of(&self, pull: PullId) -> Option<Ended> {
         self.d.ended.iter().find(|(id, _)| *id == pull).map(|(_, r)| r.clone())
     }
 }

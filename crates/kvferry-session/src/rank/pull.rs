@@ -54,6 +54,12 @@ pub(super) enum SourceState {
     Ended,
 }
 
+impl SourceState {
+    fn is_under_way(&self) -> bool {
+        matches!(self, Self::Waiting(_) | Self::Queued(..) | Self::Reading { .. } | Self::Permuting { .. })
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Source {
     /// The bytes as they go straight from place to place: what is compared, however they came.
@@ -205,11 +211,7 @@ impl Pull {
 
     /// Goes on when nothing is in flight or queued any more.
     pub(super) fn after_reads(&mut self) -> Next {
-        let waiting = |s: &Source| match s.state {
-            SourceState::Waiting(_) | SourceState::Queued(..) => true,
-            SourceState::Reading { .. } | SourceState::Permuting { .. } => true,
-            _ => false,
-        };
+        let waiting = |s: &Source| s.state.is_under_way();
         match &self.fault {
             None if self.sources.values().any(waiting) => Next::Wait,
             None if self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. })) => Next::AllRead,

@@ -150,8 +150,8 @@ fn destinations_that_are_lent_are_refused() {
         let wish = w.wish(&fence, N, vec![room(table, cached), slots]);
         let pull = w.d.owner.pull(wish, w.now);
         w.d.step(w.now);
-        match w.end_of(pull) {
-            Some(Err(Failed { cause: FailureCause::Overlap(o), .. })) => {
+        match w.end_of(pull).map(|r| r.map_err(|f| f.cause)) {
+            Some(Err(FailureCause::Overlap(o))) => {
                 Some((o.group.to_string(), o.block.get(), o.lent_group.to_string(), o.lent.get(), o.holder))
             }
             None => {
@@ -233,7 +233,7 @@ fn items_of_one_engine_are_ignored_if_both_say_so() {
         w.p.fill(1, &[held(&[3, 0, 6])]);
         let dst: Vec<DstGroup> = (0u32..).zip(groups).map(|(i, _)| room(&[9 + i, 2 + 2 * i, 4 + 2 * i], 0)).collect();
         let result = w.pull(N, vec![held(&[3, 0, 6])], dst);
-        match result {
+        match result.map_err(|f| f.cause) {
             Ok(delivered) => {
                 assert!(at_p && at_d);
                 let report = delivered.report();
@@ -246,11 +246,11 @@ fn items_of_one_engine_are_ignored_if_both_say_so() {
                     assert_eq!(outcome.valid.len(), Tokens::new(N), "the target's tokens are all there");
                 }
             }
-            Err(Failed { cause: FailureCause::Mismatch(m), .. }) => {
+            Err(FailureCause::Mismatch(m)) => {
                 assert!(!at_d);
                 assert!(matches!(&m.0[..], [Mismatch::MissingAtSource { item, .. }] if item.as_str() == "draft"));
             }
-            Err(Failed { cause: FailureCause::Refused(BindRefusal::Incompatible(why)), .. }) => {
+            Err(FailureCause::Refused(BindRefusal::Incompatible(why))) => {
                 assert!(at_d && !at_p);
                 assert!(why.contains("draft") && why.contains("ignore items"), "{why}");
             }
@@ -278,12 +278,12 @@ fn striping_is_agreed_on() {
     {
         let mut w = World::new(shape(4, at_p), shape(1, at_d));
         w.p.fill(1, &[held(&[3, 0, 6])]);
-        match w.pull(N, vec![held(&[3, 0, 6])], vec![room(&[1, 2, 3], 0)]) {
+        match w.pull(N, vec![held(&[3, 0, 6])], vec![room(&[1, 2, 3], 0)]).map_err(|f| f.cause) {
             Ok(delivered) => {
                 assert_eq!(Some(delivered.report().pairs.len()), sources);
                 assert_eq!(w.d.found(1, 0, &listed(&[1, 2, 3]), (0, N)), (N * 8 * 64, 0));
             }
-            Err(Failed { cause: FailureCause::Handshake { reasons, .. }, .. }) => {
+            Err(FailureCause::Handshake { reasons, .. }) => {
                 assert_eq!(sources, None);
                 assert!(reasons[0].contains("configure `stripe` alike"), "{reasons:?}");
             }
