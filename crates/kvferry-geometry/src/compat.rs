@@ -47,6 +47,18 @@ pub enum Mismatch {
         /// What the source says of it.
         shape: String,
     },
+    /// Not one item of the destination is one of the source's.
+    #[error(
+        "item {item}, and all others of the destination's {dst}: none is among the source's {src}; these are different models"
+    )]
+    NothingInCommon {
+        /// The destination's first item.
+        item: Name,
+        /// Items of the source.
+        src: usize,
+        /// Items of the destination.
+        dst: usize,
+    },
     /// A paged item on one side, a state on the other.
     #[error("item {item}: source has {src}, destination {dst}")]
     Kind {
@@ -155,6 +167,7 @@ impl Mismatch {
         match self {
             Self::MissingAtSource { item, .. }
             | Self::MissingAtDestination { item, .. }
+            | Self::NothingInCommon { item, .. }
             | Self::Kind { item, .. }
             | Self::Count { item, .. }
             | Self::Coverage { item, .. }
@@ -241,7 +254,9 @@ impl Compatible {
             let found = src.spec().find(&wanted.name).and_then(|id| Some((id, src.spec().get(id)?)));
             if let Some((src_id, held)) = found {
                 compare(held, wanted, &mut errors);
-                check_shared(wanted, (&src, src_id), (&dst, id), &mut errors);
+                if held.as_paged().is_some() {
+                    check_shared(wanted, (&src, src_id), (&dst, id), &mut errors);
+                }
             } else if options.destination_only == Unmatched::Refuse {
                 let (item, shape) = (wanted.name.clone(), crate::spec::describe(wanted));
                 errors.push(Mismatch::MissingAtSource { item, shape });
@@ -253,6 +268,10 @@ impl Compatible {
                 let (item, shape) = (held.name.clone(), crate::spec::describe(held));
                 errors.push(Mismatch::MissingAtDestination { item, shape });
             }
+        }
+        if let (true, Some(first)) = (src_item.iter().all(Option::is_none), dst.spec().items().first()) {
+            let (src, dst) = (src.spec().items().len(), dst.spec().items().len());
+            errors.push(Mismatch::NothingInCommon { item: first.name.clone(), src, dst });
         }
         if !errors.is_empty() {
             return Err(Mismatches(errors));
@@ -395,8 +414,7 @@ fn check_shared(
     (dst, dst_id): (&Manifest, ItemId),
     errors: &mut Vec<Mismatch>,
 ) {
-    let mut shared = item.as_paged().into_iter().flat_map(|p| &p.components).filter(|c| c.heads == ValueHeads::Shared);
-    let Some(component) = shared.next() else { return };
+    let shared = item.as_paged().into_iter().flat_map(|p| &p.components).filter(|c| c.heads == ValueHeads::Shared);
     let intervals = |m: &Manifest, id: ItemId| -> Vec<HeadRange> {
         let placed = m.ranks().iter().filter_map(|r| Some(r.placement.get(id.index())?.as_ref()?.as_paged()?.heads));
         let set: BTreeSet<HeadRange> = placed.collect();
@@ -404,7 +422,11 @@ fn check_shared(
     };
     let (s, d) = (intervals(src, src_id), intervals(dst, dst_id));
     if s != d || s.windows(2).any(|w| w[1].start() < w[0].end()) {
-        let (item, component) = (item.name.clone(), component.name.clone());
-        errors.push(Mismatch::SharedValue { item, component, src: s, dst: d });
+        errors.extend(shared.map(|c| Mismatch::SharedValue {
+            item: item.name.clone(),
+            component: c.name.clone(),
+            src: s.clone(),
+            dst: d.clone(),
+        }));
     }
 }

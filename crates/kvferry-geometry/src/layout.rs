@@ -25,13 +25,13 @@ use core::fmt;
 
 use crate::units::{Bytes, Name, RegionId};
 
-mod alias;
 mod check;
 mod overlap;
+mod sharing;
 mod style;
 
-pub(crate) use alias::{Shared, TooMany};
 pub use check::LayoutError;
+pub(crate) use sharing::{Collector, SharedMemory};
 pub use style::{ComponentOrder, LayoutStyle, Rows, StateOrder, StyleError, TokenOrder};
 
 /// Where memory lives.

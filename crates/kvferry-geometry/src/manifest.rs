@@ -10,7 +10,7 @@ use core::fmt;
 use core::ops::RangeInclusive;
 
 use crate::digest::Digest;
-use crate::layout::{CacheLayout, LayoutError, Shared, View};
+use crate::layout::{CacheLayout, Collector, LayoutError, SharedMemory, View};
 use crate::placement::{HeadRange, MAX_PLACEMENTS, MAX_RANKS, Placement, RankPlacement};
 use crate::spec::{Item, ItemKind, ModelSpec, Retention, write_list};
 use crate::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
@@ -82,6 +82,15 @@ pub enum ManifestError {
         item: Name,
         /// How many groups list it.
         got: usize,
+    },
+    /// Groups share memory in more different ways than are kept apart.
+    #[error(
+        "rank {rank}: its groups share memory in too many different ways to tell which of their blocks have bytes in common; \
+         use one block stride for all that share a region"
+    )]
+    Sharing {
+        /// The rank.
+        rank: RankId,
     },
     /// A group lists an item that the spec lacks.
     #[error("cache group {group}: lists item id {item}, but the model has {items} items")]
@@ -225,7 +234,7 @@ pub struct Manifest {
     group_of: Vec<GroupId>,
     /// By group: block ids below this are valid on every rank.
     blocks: Vec<BlockId>,
-    shared: Shared,
+    shared: SharedMemory,
     digest: Digest,
 }
 
@@ -251,7 +260,7 @@ impl Manifest {
         }
         let tables: Vec<Vec<ItemId>> = groups.iter().map(|g| g.items.clone()).collect();
         let mut sound = true;
-        let mut shared = Shared::default();
+        let mut shared = Collector::default();
         // One for all ranks: proofs of freedom from overlap must not add up to more.
         let mut budget = PROOF_RUNS;
         for (rank, r) in (0u32..).map(RankId::new).zip(&mut ranks) {
@@ -269,7 +278,10 @@ impl Manifest {
             }
             check_block_tokens(&spec, &groups, &group_of, rank, r, &mut errors);
             order_components(&spec, &mut r.layout);
-            shared.add(&r.layout, &spec, &r.placement, &group_of);
+            if shared.add(&r.layout, &spec, &r.placement, &group_of).is_err() {
+                errors.push(ManifestError::Sharing { rank });
+                break;
+            }
         }
         if sound {
             coverage::check(&spec, &ranks, &mut errors);
@@ -280,7 +292,7 @@ impl Manifest {
         }
         let digest = digest::of(&spec, &groups, &ranks);
         let blocks = groups.iter().map(|g| blocks_of(g, &ranks)).collect();
-        Ok(Self { spec, groups, ranks, group_of, blocks, shared, digest })
+        Ok(Self { spec, groups, ranks, group_of, blocks, shared: shared.finish(), digest })
     }
 
     /// The model's items in this engine's order.
@@ -342,11 +354,11 @@ impl Manifest {
     /// from an id to an id, both included. What lies between the parts of a block counts as its own. Ids may pass the group's last.
     #[must_use]
     pub fn sharing(&self, group: GroupId, block: BlockId) -> Vec<(GroupId, RangeInclusive<BlockId>)> {
-        if self.shared.is_empty() { Vec::new() } else { self.shared.meets(group, block) }
+        self.shared.meeting(group, block)
     }
 
     /// What groups share memory.
-    pub(crate) fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &SharedMemory {
         &self.shared
     }
 }

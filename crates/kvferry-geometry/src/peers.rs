@@ -10,11 +10,12 @@
 //! it may take one holder more than need be. It is always complete.
 //!
 //! A consumer that could read everything from any of several ranks reads from one of them, unless the map is asked to
-//! *stripe*: then the consumer's items are dealt out over all equal holders, in stretches of neighbours.
+//! *stripe*: then the consumer's items are dealt out over all holders that are equally near, in stretches of neighbours.
 //!
 //! Both engines compute the same map from the same two manifests and salt, and compare [`PeerMap::digest`].
 
 use alloc::collections::BTreeMap;
+use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
 
@@ -22,7 +23,7 @@ use crate::compat::Compatible;
 use crate::digest::{Digest, Digester};
 use crate::manifest::RankManifest;
 use crate::manifest::coverage::cut_heads;
-use crate::placement::{HeadRange, PagedPlacement};
+use crate::placement::{HeadRange, PagedPlacement, TokenClass};
 use crate::spec::{Component, Item, ItemKind};
 use crate::token_set::{MAX_PERIOD, TokenSet, lcm};
 use crate::units::{ItemId, Name, RankId};
@@ -71,7 +72,7 @@ pub enum PeerError {
 pub struct PeerOptions {
     /// A number that differs between consumers' engines and requests (their lease, say); turns ties.
     pub salt: u64,
-    /// Whether one consumer's items are spread over all ranks that hold them equally, for more bandwidth from more peers.
+    /// Whether one consumer's items are spread over all ranks that hold them alike and are equally near, for more bandwidth.
     pub stripe: bool,
 }
 
@@ -237,7 +238,7 @@ fn item_sets(c: &Compatible) -> Vec<ItemSet> {
         let Some((src_id, src_item)) = c.src_item(id).and_then(|i| Some((i, c.src().spec().get(i)?))) else { continue };
         let state = item.as_state().is_some();
         for (axis, total) in item.axes().enumerate() {
-            let Some(src_axis) = src_axis(item, src_item, axis) else { continue };
+            let Some(src_axis) = item.axis_in(axis, src_item) else { continue };
             let of = |ranks: &[RankManifest], id: ItemId, axis: usize| -> Vec<Option<PagedPlacement>> {
                 ranks.iter().map(|r| r.placement[id.index()].as_ref()?.axis(axis)).collect()
             };
@@ -258,18 +259,6 @@ fn item_sets(c: &Compatible) -> Vec<ItemSet> {
         }
     }
     by_placement.into_values().collect()
-}
-
-/// The source's axis that is the destination's: parts are matched by name.
-pub(crate) fn src_axis(dst: &Item, src: &Item, axis: usize) -> Option<usize> {
-    match (dst.as_state(), src.as_state()) {
-        (Some(d), Some(s)) => {
-            let name = &d.parts.get(axis)?.name;
-            s.parts.iter().position(|p| p.name == *name)
-        }
-        (None, None) => Some(axis),
-        _ => None,
-    }
 }
 
 /// Bytes of one head in [`MAX_PERIOD`] tokens, or of one unit of a state.
@@ -342,11 +331,17 @@ struct Builder<D> {
 
 impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
     fn assign(&mut self, c: &Compatible, index: usize, set: &ItemSet) -> Result<(), PeerError> {
-        let holders: Vec<(RankId, HeadRange, TokenSet)> = (0u32..)
+        let mut classes: BTreeMap<TokenClass, Arc<TokenSet>> = BTreeMap::new();
+        let mut of_class = |class: TokenClass| {
+            let made = classes.entry(class).or_insert_with(|| Arc::new(TokenSet::of_class(class, set.period)));
+            Arc::clone(made)
+        };
+        let holders: Vec<(RankId, HeadRange, Arc<TokenSet>)> = (0u32..)
             .map(RankId::new)
             .zip(&set.src)
-            .filter_map(|(rank, p)| p.map(|p| (rank, p.heads, TokenSet::of_class(p.tokens, set.period))))
+            .filter_map(|(rank, p)| p.map(|p| (rank, p.heads, of_class(p.tokens))))
             .collect();
+        let held: u64 = holders.iter().map(|h| h.2.intervals.len() as u64).sum();
         for (dst, p) in (0u32..).map(RankId::new).zip(&set.dst) {
             let Some(p) = p else { continue };
             let wanted = TokenSet::of_class(p.tokens, set.period);
@@ -355,7 +350,10 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
             while let Some((heads, _)) = missing.first() {
                 let item = || set.name(c);
                 let intervals: usize = missing.iter().map(|(_, tokens)| tokens.intervals.len()).sum();
-                let cost = (holders.len() as u64).saturating_mul(intervals as u64);
+                // Each holder's tokens are compared with each stretch of heads that is missing.
+                let cost = (holders.len() as u64)
+                    .saturating_mul(intervals as u64)
+                    .saturating_add(held.saturating_mul(missing.len() as u64));
                 self.work = self.work.checked_sub(cost).ok_or_else(|| PeerError::TooComplex { item: item() })?;
                 let Some((gain, at)) = self.choose(dst, &holders, &missing) else {
                     let item = item();
@@ -389,7 +387,7 @@ impl<D: Fn(RankId, RankId) -> u32> Builder<D> {
     fn choose(
         &self,
         dst: RankId,
-        holders: &[(RankId, HeadRange, TokenSet)],
+        holders: &[(RankId, HeadRange, Arc<TokenSet>)],
         missing: &[(HeadRange, TokenSet)],
     ) -> Option<(u64, usize)> {
         let mut best: Vec<(u64, usize)> = Vec::new();

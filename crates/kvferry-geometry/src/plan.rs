@@ -76,7 +76,7 @@ pub enum PlanError {
         /// Ranks of the engine.
         ranks: usize,
     },
-    /// The map gives a rank an item that it does not hold: the map is not what this crate computes.
+    /// The map gives a rank an item that it does not hold, or cuts what can't be cut: the map is not what this crate computes.
     #[error("ranks {src} and {dst}: the peer map names an item that is not placed on both")]
     NotPlaced {
         /// Source rank.

@@ -123,6 +123,9 @@ pub struct Request {
     pub dst: Vec<DstGroup>,
 }
 
+/// The most positions that a [`RequestError::NoState`] tells.
+pub const MAX_TOLD: usize = 16;
+
 /// A fault of a request.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -162,13 +165,15 @@ pub enum RequestError {
         limit: usize,
     },
     /// The source has no state at a wanted position.
-    #[error("source group {group}: the state after {position} is needed, it holds those after {held:?}")]
+    #[error(
+        "source group {group}: the state after {position} is needed, it holds those after {held:?} (the latest of them)"
+    )]
     NoState {
         /// The group.
         group: Name,
         /// The position wanted.
         position: Tokens,
-        /// The positions held.
+        /// The latest positions held, at most [`MAX_TOLD`].
         held: Vec<Tokens>,
     },
     /// A state's position is listed twice, or is beyond the sequence.
@@ -246,7 +251,8 @@ pub enum RequestError {
         /// Blocks that every rank has.
         blocks: BlockId,
     },
-    /// A block stands twice in one group: at the destination anywhere, at the source among the blocks that are read.
+    /// A block stands twice in one group: at the destination anywhere, at the source among the blocks that are read. So does a
+    /// slot, on either side.
     #[error("{side} group {group}: block {block} is listed twice; two tokens would share its bytes")]
     RepeatedBlock {
         /// Which side.

@@ -248,6 +248,18 @@ impl Item {
         }
     }
 
+    /// The axis of `other` that is this item's `axis`: parts are matched by name.
+    pub(crate) fn axis_in(&self, axis: usize, other: &Self) -> Option<usize> {
+        match (self.as_state(), other.as_state()) {
+            (Some(own), Some(theirs)) => {
+                let name = &own.parts.get(axis)?.name;
+                theirs.parts.iter().position(|p| p.name == *name)
+            }
+            (None, None) => Some(axis),
+            _ => None,
+        }
+    }
+
     /// The axes that are sharded: the heads of a paged item, the units of every part of a state.
     pub(crate) fn axes(&self) -> impl Iterator<Item = u32> {
         let (paged, state) = (self.as_paged(), self.as_state());

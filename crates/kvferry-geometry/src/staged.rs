@@ -12,6 +12,7 @@
 //! is contiguous in the buffer, across phases of one block and across the items of a row. The buffer is dense: it has as many
 //! bytes as the batch moves. [`CostModel`] says which way is cheapest, with constants that can be set.
 
+use alloc::collections::BTreeMap;
 use alloc::vec;
 use alloc::vec::Vec;
 
@@ -106,24 +107,32 @@ fn other(side: Side) -> Side {
     if side == Side::Src { Side::Dst } else { Side::Src }
 }
 
-/// The blocks of a part on one side, pair by pair.
-fn blocks(part: &Part, side: Side) -> impl Iterator<Item = u32> {
-    let step = face(part, side).step;
-    part.pairs.iter().flat_map(move |p| {
-        let first = block(p, side);
-        (0..p.count).map(move |i| first.wrapping_add(i.wrapping_mul(step)))
-    })
+/// What the pairs of a part are on one side: block stride, step, and runs of blocks that go on by the step.
+type Blocks = (u64, u32, Vec<(u32, u32)>);
+
+/// Equal for parts that go through the same blocks in the same way, however their pairs are cut into runs.
+fn blocks(part: &Part, side: Side) -> Blocks {
+    let Face { block_stride, step, .. } = face(part, side);
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for pair in part.pairs.iter() {
+        let first = block(pair, side);
+        match runs.last_mut() {
+            Some((start, count)) if u64::from(*start) + u64::from(*count) * u64::from(step) == u64::from(first) => {
+                *count = count.saturating_add(pair.count);
+            }
+            _ => runs.push((first, pair.count)),
+        }
+    }
+    (block_stride, step, runs)
 }
 
 /// Parts that go through the same blocks of the anchor: the phases of a block that is larger than the other side's, say.
 fn by_blocks(parts: &[Part], anchor: Side) -> Vec<Vec<&Part>> {
     let mut groups: Vec<Vec<&Part>> = Vec::new();
+    let mut known: BTreeMap<Blocks, usize> = BTreeMap::new();
     for part in parts {
-        let same = |group: &&mut Vec<&Part>| {
-            let (a, b) = (face(group[0], anchor), face(part, anchor));
-            a.block_stride == b.block_stride && blocks(group[0], anchor).eq(blocks(part, anchor))
-        };
-        match groups.iter_mut().find(same) {
+        let group = *known.entry(blocks(part, anchor)).or_insert(groups.len());
+        match groups.get_mut(group) {
             Some(group) => group.push(part),
             None => groups.push(vec![part]),
         }

@@ -330,3 +330,47 @@ fn a_row_of_different_pages_moves_whole_where_both_sides_have_it() {
     let c = Compatible::new(of(LayoutStyle::PACKED_ROWS), of(LayoutStyle::HND)).unwrap();
     assert_eq!(moves(&c, &request, 0, 0).len(), 3 * 4);
 }
+
+#[test]
+fn blocks_that_the_destination_has_are_not_written_for_another_group() {
+    let kv = |name: &str| [Item::paged(name, PagedItem::new(1, vec![Component::new("kv", 2, "u8")]))];
+    let (a, b) = (kv("a"), kv("b"));
+    let of = |share| engine(&[&a, &b], &[4, 4], 1, LayoutStyle { share, ..LayoutStyle::HND });
+    let c = Compatible::new(of(false), of(true)).unwrap();
+    let bind = |cached, of_a: &[u32], of_b: &[u32]| {
+        let dst = vec![wanted(cached, of_a).into(), wanted(0, of_b).into()];
+        let src = vec![held(8, &[0, 1]).into(), held(8, &[2, 3]).into()];
+        BoundRequest::new(&c, Request { tokens: Tokens::new(8), src, dst })
+    };
+    for (cached, of_b) in [(8, [3, 4]), (4, [3, 5]), (0, [5, 4])] {
+        let errors = bind(cached, &[3, 4], &of_b).unwrap_err().0;
+        assert!(matches!(errors[..], [RequestError::SharedBytes { .. }]), "{cached} cached: {errors:?}");
+        assert!(bind(cached, &[3, 4], &[5, 6]).is_ok());
+    }
+}
+
+#[test]
+fn engines_without_a_common_item_are_never_compatible() {
+    let kv = |name: &str| [Item::paged(name, PagedItem::new(1, vec![Component::new("kv", 2, "u8")]))];
+    let (a, b) = (kv("model.layers.0"), kv("language_model.layers.0"));
+    let options = CompatOptions { source_only: Unmatched::Ignore, destination_only: Unmatched::Ignore };
+    let of = |items: &[Item]| engine(&[items], &[4], 1, LayoutStyle::HND);
+    let errors = Compatible::with(of(&a), of(&b), options).unwrap_err().0;
+    assert!(matches!(errors[..], [Mismatch::NothingInCommon { src: 1, dst: 1, .. }]), "{errors:?}");
+}
+
+#[test]
+fn a_scale_never_replaces_one_of_tokens_that_are_present() {
+    let components = vec![Component::new("kv", 8, "fp8"), Component::new("scale", 4, "f32").with_span(4)];
+    let retention = Retention::Window(Tokens::new(7));
+    let item = [Item::paged("attn", PagedItem { retention, ..PagedItem::new(1, components) })];
+    let of = || engine(&[&item], &[4], 1, LayoutStyle::HND);
+    let c = Compatible::new(of(), of()).unwrap();
+    // At 16 the window starts at 10, in the stretch from 8 to 11.
+    for cached in 0..16 {
+        let src = vec![held(16, &[0, 1, 2, 3]).into()];
+        let dst = vec![wanted(cached, &[4, 5, 6, 7]).into()];
+        let bound = BoundRequest::new(&c, Request { tokens: Tokens::new(16), src, dst });
+        assert_eq!(bound.is_ok(), cached <= 8 || cached == 12, "{cached} cached");
+    }
+}

@@ -10,7 +10,7 @@ use super::side::SideGeometry;
 use super::{AxisShare, ItemClass, MAX_PHASES, Place, Placed};
 use crate::batch::Base;
 use crate::layout::{PagedView, View};
-use crate::peers::{PeerMap, RankPair, src_axis};
+use crate::peers::{PeerMap, RankPair};
 use crate::placement::{HeadRange, PagedPlacement, Placement};
 use crate::spec::{Component, Item, ItemKind, PagedItem};
 use crate::token_set::TokenSet;
@@ -181,14 +181,14 @@ fn state_class(s: Placed<'_>, d: Placed<'_>, members: &Members, wanted: &Wanted)
     let mut shares = Vec::new();
     for &(axis, units, _) in &wanted.shares {
         let part = item.parts.get(axis)?;
-        let from = src_axis(d.item, s.item, axis)?;
+        let from = d.item.axis_in(axis, s.item)?;
         let placed = (s.placement.axis(from)?.heads, d.placement.axis(axis)?.heads);
         // A manifest's views have the order of its spec.
         cells.push(nest::state_cell(part, (src.parts.get(from)?, placed.0), (dst.parts.get(axis)?, placed.1), units));
         shares.push(AxisShare { part: Some(part.name.clone()), heads: units });
     }
     let (src_side, dst_side) = (SideGeometry::state(src), SideGeometry::state(dst));
-    let mut class = ItemClass {
+    Some(ItemClass {
         items: members.items.clone(),
         groups: (s.group, d.group),
         retention: None,
@@ -203,7 +203,5 @@ fn state_class(s: Placed<'_>, d: Placed<'_>, members: &Members, wanted: &Wanted)
         period: None,
         phases: Vec::new(),
         linear: None,
-    };
-    class.linear = Linear::of(&class, src.slots, dst.slots);
-    Some(class)
+    })
 }

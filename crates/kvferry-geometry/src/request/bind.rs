@@ -2,16 +2,15 @@
 
 use alloc::collections::BTreeSet;
 use alloc::sync::Arc;
-use alloc::vec;
 use alloc::vec::Vec;
 
 use super::{
-    BlockTable, DstGroup, DstPaged, DstState, Request, RequestError, RequestErrors, SrcGroup, SrcPaged, SrcState, Tail,
+    BlockTable, DstGroup, DstPaged, DstState, MAX_TOLD, Request, RequestError, RequestErrors, SrcGroup, SrcPaged,
+    SrcState, Tail,
 };
 use crate::batch::Side;
 use crate::compat::{Compatible, Link};
 use crate::digest::Digest;
-use crate::layout::TooMany;
 use crate::manifest::Manifest;
 use crate::spec::Retention;
 use crate::units::{BlockId, GroupId, ItemId, Name, TokenRange, Tokens};
@@ -114,7 +113,7 @@ impl BoundRequest {
                     _ => None,
                 }
             }));
-            check_apart(c.dst(), &moves, &dst, &mut errors);
+            check_apart(c.dst(), tokens, &dst, &mut errors);
         }
         if !errors.is_empty() {
             errors.dedup();
@@ -307,7 +306,9 @@ fn state_move(
         match src.checkpoints.iter().find(|c| c.position == position) {
             Some(held) => states.push(StateMove { position, src: held.slot, dst: slot }),
             None => {
-                let held = src.checkpoints.iter().map(|c| c.position).collect();
+                let mut held: Vec<Tokens> = src.checkpoints.iter().map(|c| c.position).collect();
+                held.sort_unstable_by_key(|p| core::cmp::Reverse(*p));
+                held.truncate(MAX_TOLD);
                 errors.push(RequestError::NoState { group: name_of(c.src(), link.src), position, held });
             }
         }
@@ -342,7 +343,8 @@ fn paged_move(
         let none = TokenRange::new(need.end(), need.end());
         return moved(none, none);
     }
-    if dst.cached > kept.start() && !dst.cached.get().is_multiple_of(link.span) {
+    // The first value that moves would stand for tokens that the destination has.
+    if need.start().get() / link.span * link.span < dst.cached.get() && !dst.cached.get().is_multiple_of(link.span) {
         let (cached, span) = (dst.cached, Tokens::new(link.span));
         errors.push(RequestError::SplitSpan { group: dst_name(), cached, span });
     }
@@ -352,8 +354,16 @@ fn paged_move(
         errors.push(RequestError::NoRoom { group: dst_name(), need, room, blocks });
     }
     let listed = src.table.tokens(src_block);
-    if !src.held.contains(need) || !listed.contains(need) {
-        let (held, blocks) = (src.held, src.table.len());
+    let held = match retention {
+        // Older tokens have been overwritten, whatever the source says.
+        Retention::Ring(r) => {
+            let oldest = Tokens::new(src.held.end().get().saturating_sub(r.get()));
+            src.held.intersect(TokenRange::new(oldest, src.held.end()))
+        }
+        _ => src.held,
+    };
+    if !held.contains(need) || !listed.contains(need) {
+        let blocks = src.table.len();
         errors.push(RequestError::NotHeld { group: src_name(), need, held, listed, blocks });
     }
     let block = src_block.get().max(1);
@@ -380,36 +390,33 @@ fn paged_move(
     moved(TokenRange::new(need.start(), end), zero)
 }
 
-/// Blocks that are written in groups that share memory must be apart, since one would overwrite the other.
-fn check_apart(m: &Manifest, moves: &[GroupMove], dst: &[DstGroup], errors: &mut Vec<RequestError>) {
+/// Blocks of groups that share memory must be apart, since a write to one would change the other: those that the request
+/// writes, and those that the destination has already.
+fn check_apart(m: &Manifest, tokens: Tokens, dst: &[DstGroup], errors: &mut Vec<RequestError>) {
     if m.shared().is_empty() {
         return;
     }
-    // By group: the first position that is written.
-    let mut from = vec![u64::MAX; dst.len()];
-    for g in moves.iter().filter(|g| !g.range.is_empty()) {
-        let block = m.groups().get(g.dst_group.index()).map_or(1, |x| x.block_tokens.get()).max(1);
-        let first = &mut from[g.dst_group.index()];
-        *first = (*first).min(g.range.start().get() / block);
-    }
-    let ids = (0u32..).map(GroupId::new).zip(dst).map(|(group, listed)| {
-        let ids = match listed {
+    let ids = (0u32..).map(GroupId::new).zip(dst).map(|(id, listed)| {
+        let mut ids: Vec<BlockId> = match listed {
             DstGroup::Paged(g) => {
-                let skipped = from[group.index()].saturating_sub(g.table.first_position());
+                // What lies before all that is kept may be placeholders.
+                let skipped = first_kept(m, id, tokens).saturating_sub(g.table.first_position());
                 g.table.iter().skip(usize::try_from(skipped).unwrap_or(usize::MAX)).collect()
             }
             DstGroup::State(g) => g.slot.into_iter().chain(g.more.iter().map(|c| c.slot)).collect(),
         };
-        (group, ids)
+        ids.sort_unstable();
+        (id, ids)
     });
-    match m.shared().overlap(&ids.collect()) {
-        Ok(None) => {}
-        Ok(Some(((first, a), (second, b)))) => {
-            errors.push(RequestError::SharedBytes { first: name_of(m, first), second: name_of(m, second), a, b });
-        }
-        Err(TooMany { got, limit }) => {
-            let what = "the number of blocks in memory that groups share, times the stretches of each,";
-            errors.push(RequestError::TooLong { what, got, limit });
-        }
+    if let Some(((first, a), (second, b))) = m.shared().first_meeting(&ids.collect()) {
+        errors.push(RequestError::SharedBytes { first: name_of(m, first), second: name_of(m, second), a, b });
     }
+}
+
+/// The first table position of a group that any of its items still keeps.
+fn first_kept(m: &Manifest, id: GroupId, tokens: Tokens) -> u64 {
+    let Some(group) = m.groups().get(id.index()) else { return 0 };
+    let paged = group.items.iter().filter_map(|&i| m.spec().get(i)?.as_paged());
+    let first = paged.map(|p| p.retention.needed(tokens).start().get()).min().unwrap_or(0);
+    first / group.block_tokens.get().max(1)
 }
