@@ -14,7 +14,7 @@ use crate::engine::Engine;
 use crate::relation::{Cell, ContentMap, Overlap};
 
 /// The most cells that are listed for one rank.
-const MAX_CELLS: usize = 1 << 24;
+const MAX_CELLS: usize = 1 << 22;
 
 /// Blocks whose contents can't be listed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]

@@ -53,6 +53,14 @@ pub enum EngineError {
         /// Bytes.
         len: u64,
     },
+    /// More ranks than are laid out.
+    #[error("the engine has {got} ranks, more than the {limit} that are laid out")]
+    TooMany {
+        /// Ranks.
+        got: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// The engine has no rank in the record.
     #[error("no rank of the engine is recorded")]
     NoRanks,

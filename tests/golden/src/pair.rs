@@ -14,7 +14,9 @@ use crate::same::{Consumer, needs};
 use crate::schema::{Rank, Record, SideName};
 
 /// Bytes of both engines' caches that the oracle fills.
-const MAX_PROOF: u64 = 256 << 20;
+const MAX_PROOF: u64 = 16 << 20;
+/// Tokens of the longest block that it walks.
+const MAX_PROOF_BLOCK: u64 = 1 << 20;
 
 /// Both engines.
 #[derive(Clone, Debug)]
@@ -141,7 +143,10 @@ impl Pair {
     pub fn prove(&self, lists: &Lists, id: &str) -> Result<Option<u64>, String> {
         let (src, dst) = (&self.src.manifest, &self.dst.manifest);
         let regions = src.ranks().iter().chain(dst.ranks()).flat_map(|r| &r.layout.regions);
-        if regions.fold(0u64, |sum, r| sum.saturating_add(r.len.get())) > MAX_PROOF {
+        let bytes = regions.fold(0u64, |sum, r| sum.saturating_add(r.len.get()));
+        // It keeps a word for each token of a block.
+        let longest = src.groups().iter().chain(dst.groups()).map(|g| g.block_tokens.get()).max().unwrap_or(0);
+        if bytes > MAX_PROOF || longest > MAX_PROOF_BLOCK {
             return Ok(None);
         }
         let peers = PeerMap::new(&self.compatible, salt(id)).map_err(|e| e.to_string())?;

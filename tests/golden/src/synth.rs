@@ -12,6 +12,10 @@ use crate::engine::EngineError;
 use crate::model::{self, Named};
 use crate::schema::{Group, KernelSize, Kind, LayerView, Model, Rank, Side, SideName, Worker};
 
+/// Ranks that are laid out.
+const MAX_RANKS: u64 = 1 << 10;
+/// Bytes of a rank's cache.
+const MAX_BYTES: u64 = 1 << 35;
 /// Bytes between two ranks' addresses.
 const RANK_SPACING: u64 = 1 << 36;
 
@@ -32,6 +36,10 @@ pub fn ranks(
     let (tp, pp) = (side.tp_size.max(1), side.pp_size.max(1));
     // Without decode context parallelism every context rank holds all that its tensor rank holds.
     let copies = if side.dcp_size <= 1 { side.pcp_size.max(1) } else { 1 };
+    let count = u64::from(tp).saturating_mul(u64::from(pp)).saturating_mul(u64::from(copies));
+    if count > MAX_RANKS {
+        return Err(EngineError::TooMany { got: count, limit: MAX_RANKS });
+    }
     for pp_rank in 0..pp {
         let mine = stage(model, &layers, pp, pp_rank);
         for tp_rank in 0..tp {
@@ -121,7 +129,15 @@ impl Maker<'_> {
             .collect();
         let largest = sizes.iter().flatten().copied().max().unwrap_or(0);
         let count = sizes.iter().map(Vec::len).max().unwrap_or(0);
+        let sum = |sizes: &[u64]| sizes.iter().fold(0u64, |sum, s| sum.saturating_add(*s));
         let slots = if sizes.len() == 1 { sizes[0].clone() } else { vec![largest; count] };
+        let row = sum(&slots);
+        let allocation_bytes = row.saturating_mul(u64::from(self.side.num_blocks));
+        // Past this, no product of sizes below overflows.
+        if let Some((name, page)) = pages.iter().find(|(_, p)| p.bytes == 0 || allocation_bytes > MAX_BYTES) {
+            let what = format!("sizes with a page of 1 to {MAX_BYTES} bytes, not {}", page.bytes);
+            return Err(EngineError::Model { layer: (*name).to_owned(), what });
+        }
         let mut layer_views = BTreeMap::new();
         for group in &groups {
             for (slot, name) in group.layer_names.iter().enumerate() {
@@ -131,12 +147,11 @@ impl Maker<'_> {
             }
         }
         let worker = self.worker(&groups, tp_rank)?;
-        let row: u64 = slots.iter().sum();
         Ok(Rank {
             pp_rank,
             tp_rank,
             base_addr: self.base_addr,
-            allocation_bytes: row.saturating_mul(u64::from(self.side.num_blocks)),
+            allocation_bytes,
             kv_cache_groups: groups,
             layer_views,
             worker,
@@ -153,7 +168,7 @@ impl Maker<'_> {
         let layer = named.layer;
         if layer.kind.is_state() {
             let shares = self.shares(name, named)?;
-            let bytes = shares.iter().map(|s| s.1).sum();
+            let bytes = shares.iter().fold(0u64, |sum, s| sum.saturating_add(s.1));
             return Ok(Page { heads: 1, entries: (1, 1), vector: bytes, element: 1, bytes, state: true });
         }
         let lacks = |what: &str| EngineError::Model { layer: name.to_owned(), what: what.to_owned() };
@@ -218,7 +233,7 @@ impl Maker<'_> {
                 let shares = self.shares(name, *layer)?;
                 let temporal = usize::from(layer.layer.kind != Kind::ShortConv);
                 let conv = shares[..shares.len().saturating_sub(temporal)].to_vec();
-                let size = conv.iter().map(|c| c.1).sum();
+                let size = conv.iter().fold(0u64, |sum, c| sum.saturating_add(c.1));
                 let rest = if temporal == 1 { shares.last().map_or(0, |s| s.1) } else { 0 };
                 (worker.ssm_sizes, worker.conv_offsets) = (vec![size, rest], Some(conv));
                 break;
