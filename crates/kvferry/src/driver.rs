@@ -78,6 +78,7 @@ pub(crate) enum Command {
     Withdraw { lease: LeaseId, reply: oneshot::Sender<bool> },
     Pull { wish: Box<PullWish>, done: oneshot::Sender<Result<Delivered, Failed>>, reply: oneshot::Sender<PullId> },
     Cancel { pull: PullId },
+    Quarantined { reply: oneshot::Sender<usize> },
     Shutdown { reply: oneshot::Sender<()> },
 }
 
@@ -243,6 +244,9 @@ impl Driver {
                 }
             }
             Command::Cancel { pull } => self.session.cancel(pull, now),
+            Command::Quarantined { reply } => {
+                let _ = reply.send(self.session.quarantined());
+            }
             Command::Shutdown { .. } => {}
         }
     }

@@ -122,7 +122,9 @@ pub struct PullSpec {
     /// Length of the prompt.
     pub tokens: Tokens,
     /// Its blocks and the tokens it has already, one entry for each group of the engine, in its order. The blocks must stay
-    /// reserved until the pull ends, and longer for ranks that [`Report::in_doubt`](crate::Report::in_doubt) names.
+    /// reserved until the pull ends, and longer for ranks that [`Report::in_doubt`](crate::Report::in_doubt) names. A pull that would
+    /// write blocks that another pull writes, or an open lease of this engine shows, fails at once
+    /// ([`Overlap`](crate::FailureCause::Overlap)); so does one into blocks in quarantine.
     pub groups: Vec<DstGroup>,
     /// What the cache must have been computed from; unequal to the offer's is an error.
     pub content_key: ContentKey,
@@ -503,6 +505,15 @@ impl Owner {
         let (done, result) = oneshot::channel();
         let id = self.call(|reply| Command::Pull { wish: Box::new(wish), done, reply }).await?;
         Ok(PullHandle { id, result: Some(result), commands: self.commands.clone() })
+    }
+
+    /// How many blocks and slots of this engine no pull and no offer can name, because a rank of a pull that failed may still
+    /// write them ([`Report::in_doubt`](crate::Report::in_doubt)).
+    ///
+    /// # Errors
+    /// If the owner was shut down.
+    pub async fn quarantined(&self) -> Result<usize, CallError> {
+        self.call(|reply| Command::Quarantined { reply }).await
     }
 
     /// Ends all requests and leases and closes all links. Pulls that are still open fail as

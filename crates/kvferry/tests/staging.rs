@@ -141,6 +141,7 @@ async fn workers_permute_what_they_have_staged() {
             assert_eq!(got, value(number, salt), "value {number} of request {salt}");
         });
     }
+    assert_eq!(d_owner.quarantined().await.unwrap(), 0);
     d_owner.shutdown().await;
     po.shutdown().await;
     for handle in handles {

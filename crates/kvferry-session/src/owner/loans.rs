@@ -240,3 +240,82 @@ fn block_tokens(m: &Manifest, id: GroupId) -> u64 {
 fn is_ring(m: &Manifest, id: GroupId) -> bool {
     items(m, id).filter_map(Item::as_paged).any(|p| matches!(p.retention, Retention::Ring(_)))
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::layout::LayoutStyle;
+    use kvferry_geometry::manifest::{CacheGroup, RankManifest};
+    use kvferry_geometry::placement::{HeadRule, Parallelism};
+    use kvferry_geometry::request::{BlockTable, Checkpoint, DstState, SrcState, Tail};
+    use kvferry_geometry::spec::{Component, ModelSpec, PagedItem, StateItem, StatePart};
+    use kvferry_geometry::units::ItemId;
+
+    use super::*;
+
+    /// A group of a window of 20 tokens, one of a ring of 32, one of states; 16 tokens a block.
+    fn manifest() -> Manifest {
+        let kv = |retention| PagedItem { retention, ..PagedItem::new(1, vec![Component::new("kv", 8, "bf16")]) };
+        let spec = ModelSpec::new(vec![
+            Item::paged("window", kv(Retention::Window(Tokens::new(20)))),
+            Item::paged("ring", kv(Retention::Ring(Tokens::new(32)))),
+            Item::state("state", StateItem { parts: vec![StatePart::new("s", 1, 1, 8, "fp32")] }),
+        ]);
+        let spec = spec.unwrap();
+        let ids: Vec<[ItemId; 1]> = (0..3).map(|i| [ItemId::new(i)]).collect();
+        let lists: Vec<(&[ItemId], u32, u32)> = ids.iter().map(|i| (&i[..], 16, 99)).collect();
+        let placed = Parallelism::tensor(&spec, 1).place(&spec, |_, _| HeadRule::Whole).unwrap();
+        let rank = |placement| {
+            let layout = LayoutStyle::HND.build(&spec, &placement, &lists).unwrap();
+            RankManifest { placement, layout }
+        };
+        let ranks = placed.into_iter().map(rank).collect();
+        let group = |i: usize| CacheGroup {
+            name: Name::new(["window", "ring", "state"][i]),
+            items: ids[i].to_vec(),
+            block_tokens: Tokens::new([16, 16, 0][i]),
+        };
+        Manifest::new(spec, (0..3).map(group).collect(), ranks).unwrap()
+    }
+
+    fn table(first: u64, ids: &[u32]) -> BlockTable {
+        BlockTable::new(first, &ids.iter().map(|&id| BlockId::new(id)).collect::<Vec<_>>())
+    }
+
+    fn plain(places: &[Place]) -> Vec<(u32, u32)> {
+        places.iter().map(|(group, block)| (group.get(), block.get())).collect()
+    }
+
+    #[test]
+    fn only_blocks_that_are_written_count() {
+        let m = manifest();
+        let written = |cached, first, window: &[u32], ring: &[u32]| {
+            let paged = |table| DstPaged { table, cached: Tokens::new(cached) };
+            let more = vec![Checkpoint { position: Tokens::new(16), slot: BlockId::new(8) }];
+            let state = DstState { slot: Some(BlockId::new(9)), more };
+            let groups = [paged(table(first, window)).into(), paged(table(0, ring)).into(), state.into()];
+            plain(&super::written(&m, Tokens::new(70), &groups))
+        };
+        // 19 tokens before the 70th are read: from block position 3 on.
+        let states = [(2, 9), (2, 8)];
+        let ring = [(1, 5), (1, 6)];
+        assert_eq!(written(0, 0, &[0, 1, 2, 3, 4], &[5, 6]), [&[(0, 3), (0, 4)][..], &ring, &states].concat());
+        assert_eq!(written(0, 3, &[3, 4, 7], &[5, 6]), [&[(0, 3), (0, 4), (0, 7)][..], &ring, &states].concat());
+        assert_eq!(written(64, 0, &[0, 1, 2, 3, 4], &[5, 6]), [&[(0, 4)][..], &ring, &states].concat());
+        assert_eq!(written(70, 0, &[0, 1, 2, 3, 4], &[5, 6]), states, "all is cached but the states");
+    }
+
+    #[test]
+    fn placeholders_are_not_shown() {
+        let m = manifest();
+        let shown = |held: (u64, u64)| {
+            let held = TokenRange::new(Tokens::new(held.0), Tokens::new(held.1));
+            let paged = |table| SrcPaged { table, held, tail: Tail::Exact };
+            let state = SrcState { checkpoints: vec![Checkpoint { position: Tokens::new(70), slot: BlockId::new(9) }] };
+            let groups = [paged(table(1, &[0, 0, 3, 4, 0])).into(), paged(table(0, &[5, 6])).into(), state.into()];
+            plain(&super::shown(&m, &groups))
+        };
+        assert_eq!(shown((51, 70)), [(0, 3), (0, 4), (1, 5), (1, 6), (2, 9)]);
+        assert_eq!(shown((48, 64)), [(0, 3), (1, 5), (1, 6), (2, 9)]);
+        assert_eq!(shown((0, 0)), [(2, 9)]);
+    }
+}

@@ -477,6 +477,26 @@ fn ranks_that_do_not_stop_in_time_are_in_doubt() {
     w.carry(|_| false);
     assert_eq!(w.ended(), "Cancelled");
     assert_eq!(w.d.ended[0].1.as_ref().unwrap_err().report.in_doubt, [RankId::new(1)]);
+    // Its three blocks are nobody else's until the rank says that it has stopped, and knows it.
+    let overlaps = |w: &mut World| {
+        let fence = w.p.session.offer(LeaseId::new(u128::from(w.d.ended.len() as u64)), offer()).unwrap();
+        let pull = w.d.session.pull(wish(&fence), w.now);
+        w.d.take();
+        let ended = w.d.ended.iter().find(|(id, _)| *id == pull);
+        ended.is_some_and(|(_, r)| matches!(&r.as_ref().unwrap_err().cause, FailureCause::Overlap(_)))
+    };
+    assert_eq!(w.d.session.quarantined(), 3);
+    assert!(overlaps(&mut w));
+    w.say(0, Err(fault(Stage::Cancelled, false)));
+    w.say(1, Err(fault(Stage::Read, true)));
+    assert_eq!(w.d.session.quarantined(), 3, "rank 0 was not waited for, and rank 1 doesn't know");
+    w.say(1, Err(fault(Stage::Cancelled, false)));
+    assert_eq!(w.d.session.quarantined(), 0);
+    assert!(!overlaps(&mut w));
+}
+
+fn offer() -> Offer {
+    Offer { groups: src_groups(), content_key: key(1) }
 }
 
 /// Ranks that have stopped are told as they ended, ranks that have not, or are gone, are in doubt.
