@@ -1,13 +1,19 @@
 //! The worked numbers and byte drawings of `docs/geometry.md`, held to the code.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
-use kvferry_geometry::layout::{LayoutStyle, PagedView};
+use kvferry_geometry::batch::Batch;
+use kvferry_geometry::compat::Compatible;
+use kvferry_geometry::layout::{LayoutStyle, PagedView, StateOrder};
 use kvferry_geometry::manifest::ManifestError;
-use kvferry_geometry::placement::{TokenClass, split_heads};
+use kvferry_geometry::peers::{PeerMap, PeerOptions};
+use kvferry_geometry::placement::{HeadRule, TokenClass, split_heads};
 use kvferry_geometry::plan::PairPlan;
-use kvferry_geometry::spec::Retention;
-use kvferry_geometry::units::{RankId, Tokens};
-use kvferry_tests::by_hand::{Engine, Pair, kv, request, tokens};
+use kvferry_geometry::request::{BoundRequest, Request, RequestError};
+use kvferry_geometry::spec::{Component, Item, PagedItem, Retention, StateItem, StatePart};
+use kvferry_geometry::staged::{Place, Staged};
+use kvferry_geometry::units::{RankId, RegionId, Tokens};
+use kvferry_tests::by_hand::{Engine, Pair, flat, holds, kv, request, table, tokens, wants};
+use kvferry_tests::by_hand_states::{Rule, Shape, mamba2, mla};
 
 #[test]
 fn retention() {
@@ -15,6 +21,7 @@ fn retention() {
     assert_eq!(needed(Retention::Full), tokens(0, 1000));
     assert_eq!(needed(Retention::Window(Tokens::new(256))), tokens(745, 1000));
     assert_eq!(needed(Retention::Chunk(Tokens::new(256))), tokens(768, 1000));
+    assert_eq!(needed(Retention::Ring(Tokens::new(256))), tokens(744, 1000));
 }
 
 #[test]
@@ -26,6 +33,15 @@ fn heads() {
     assert_eq!(heads(8, 6), [(0, 0), (1, 1), (2, 3), (4, 4), (5, 5), (6, 7)]);
     assert_eq!(heads(4, 8), [0, 0, 1, 1, 2, 2, 3, 3].map(|h| (h, h)));
     assert_eq!(heads(1, 3), [(0, 0); 3]);
+}
+
+#[test]
+fn units() {
+    let of = |rule: HeadRule, total, tp| -> Vec<(u32, u32)> {
+        (0..tp).map(|r| rule.of(total, tp, r).unwrap()).map(|h| (h.start(), h.end() - 1)).collect()
+    };
+    assert_eq!(of(HeadRule::Blocks(64), 512, 6)[..4], [(0, 63), (64, 127), (128, 255), (256, 319)]);
+    assert_eq!(of(HeadRule::Split, 2, 4), [(0, 0), (0, 0), (1, 1), (1, 1)]);
 }
 
 #[test]
@@ -106,6 +122,119 @@ fn drawings() {
 }
 
 #[test]
+fn scales_lie_behind_their_data() {
+    let components = vec![Component::new("k", 2, "u8"), Component::new("v", 2, "u8"), scale(4)];
+    let shape = Shape::new(vec![Item::paged("a", PagedItem::new(2, components))], 1).blocks(4, 3);
+    let view = shape.ranks().remove(0).layout.views.remove(0).unwrap().as_paged().unwrap().clone();
+    let scale = &view.components[2];
+    assert_eq!((scale.offset.get(), scale.head_stride.get(), view.block_stride.get()), (32, 4, 40));
+    assert_drawn(&view, "k00 v00 k01 v01 k02 v02 k03 v03 k10 v10 k11 v11 k12 v12 k13 v13");
+}
+
+/// A scale of 4 bytes for so many tokens of each head.
+fn scale(span: u32) -> Component {
+    Component::new("scale", 4, "f32").with_span(span)
+}
+
+#[test]
+fn states_in_either_order() {
+    let parts = vec![StatePart::new("x", 2, 2, 2, "u8"), StatePart::new("b", 1, 2, 2, "u8")];
+    let shape = |state_order| {
+        let style = LayoutStyle { state_order, ..LayoutStyle::HND };
+        Shape::new(vec![Item::state("s", StateItem { parts: parts.clone() })], 1).style(style).ranks().remove(0)
+    };
+    for (order, drawing) in
+        [(StateOrder::UnitsOuter, "x00 x01 x10 x11 b00 b01"), (StateOrder::RowsOuter, "x00 x10 b00 x01 x11 b01")]
+    {
+        let layout = shape(order).layout;
+        let view = layout.views[0].as_ref().unwrap().as_state().unwrap();
+        for (place, name) in (0u64..).zip(drawing.split(' ')) {
+            let digits: Vec<u64> = name[1..].chars().map(|c| u64::from(c.to_digit(10).unwrap())).collect();
+            let part = &view.parts[usize::from(name.starts_with('b'))];
+            let at = part.offset.get() + digits[0] * part.unit_stride.get() + digits[1] * part.row_stride.get();
+            assert_eq!(at, place * 2, "{order:?}, {name}");
+        }
+        assert_eq!(view.slot_stride.get(), 12);
+    }
+}
+
+#[test]
+fn shared_memory() {
+    let state = StateItem { parts: vec![StatePart::new("temporal", 1, 1, 40, "u8")] };
+    let style = LayoutStyle { share: true, ..LayoutStyle::HND };
+    let items = vec![kv("window", 2, 2), kv("full", 2, 2), Item::state("state", state)];
+    let groups: [(&[&str], u32, u32); 3] = [(&["window"], 4, 8), (&["full"], 4, 8), (&["state"], 4, 8)];
+    let layout = Shape::new(items, 1).groups(&groups).style(style).ranks().remove(0).layout;
+    assert_eq!((layout.regions.len(), layout.regions[0].len.get()), (1, 8 * 40));
+    let places = layout.views.iter().map(|v| v.as_ref().unwrap()).map(|v| (v.offset().get(), v.stride().get()));
+    assert_eq!(places.collect::<Vec<_>>(), [(0, 40); 3]);
+}
+
+#[test]
+fn who_reads_parts_of_a_state() {
+    let items = || vec![mamba2("m", 8, 4, 2, 2)];
+    let rule: Rule = |_, part| if part == 1 || part == 2 { HeadRule::Blocks(2) } else { HeadRule::Split };
+    let pair = Pair::of(Shape::new(items(), 4).rule(rule).manifest(), Shape::new(items(), 2).rule(rule).manifest());
+    assert_eq!((pair.sources(0), pair.sources(1)), (vec![0, 1], vec![2, 3]));
+    let mut of_group = 0;
+    for src in [0, 1] {
+        let plan = PairPlan::new(&pair.compatible, &pair.peers, RankId::new(src), RankId::ZERO).unwrap();
+        let shares: Vec<&str> =
+            plan.classes().iter().flat_map(|c| c.shares()).map(|s| s.part.as_ref().unwrap().as_str()).collect();
+        assert!(shares.contains(&"conv.x") && shares.contains(&"temporal"), "{shares:?}");
+        of_group += shares.iter().filter(|s| **s == "conv.b").count();
+    }
+    assert_eq!(of_group, 1);
+}
+
+#[test]
+fn stripes_of_61_layers() {
+    let engine = |tp| {
+        let items = (0..61).map(|i| mla(&format!("layer.{i}"))).collect();
+        Shape::new(items, tp).blocks(1, 1).manifest()
+    };
+    let both = Compatible::new(engine(8), engine(1)).unwrap();
+    let striped = PeerMap::with(&both, PeerOptions { salt: 0, stripe: true }, |_, _| 0).unwrap();
+    let layers = |src: RankId| {
+        let plan = PairPlan::new(&both, &striped, src, RankId::ZERO).unwrap();
+        let mut items: Vec<u32> = plan.classes().iter().flat_map(|c| c.items()).map(|i| i.get()).collect();
+        items.sort_unstable();
+        items
+    };
+    let mut stretches: Vec<Vec<u32>> = striped.sources_of(RankId::ZERO).map(layers).collect();
+    stretches.sort();
+    assert_eq!(stretches.concat(), (0..61).collect::<Vec<_>>());
+    assert_eq!(stretches.iter().map(Vec::len).collect::<Vec<_>>(), [8, 7, 8, 7, 8, 8, 7, 8]);
+}
+
+#[test]
+fn what_moves_of_several_tokens() {
+    // A window of 6 needs tokens [6, 11) at 11.
+    let window = Retention::Window(Tokens::new(6));
+    let item = |name: &str, tokens_per_entry, component| {
+        Item::paged(name, PagedItem { tokens_per_entry, retention: window, ..PagedItem::new(1, vec![component]) })
+    };
+    let items = || vec![item("compressed", 4, Component::new("k", 4, "u8")), item("scaled", 1, scale(4))];
+    let shape = || Shape::new(items(), 1).groups(&[(&["compressed"], 16, 1), (&["scaled"], 16, 1)]).manifest();
+    let pair = Pair::of(shape(), shape());
+    let ask = |cached| Request {
+        tokens: Tokens::new(11),
+        src: vec![holds(11, table(&[0])), holds(11, table(&[0]))],
+        dst: vec![wants(0, table(&[0])), wants(cached, table(&[0]))],
+    };
+    let values = |region: u32| {
+        let of = pair.descriptors(0, 0, &pair.bind(ask(0)));
+        of.iter()
+            .filter(|d| d.dst_region.get() == region)
+            .flat_map(|d| d.dst_offset / 4..(d.dst_offset + d.len) / 4)
+            .collect::<Vec<u64>>()
+    };
+    assert_eq!((values(0), values(1)), (vec![1], vec![1, 2]));
+    let cut = BoundRequest::new(&pair.compatible, ask(7)).unwrap_err().0;
+    assert!(matches!(cut[..], [RequestError::SplitSpan { .. }]), "{cut:?}");
+}
+
+#[test]
 fn who_reads_whom() {
     let pair = |heads, src, dst| {
         Pair::new(&Engine::new(vec![kv("a", heads, 2)], src), &Engine::new(vec![kv("a", heads, 2)], dst))
@@ -126,7 +255,7 @@ fn phases_of_48_to_32() {
     let pair = Pair::new(&engine(48), &engine(32));
     let plan = PairPlan::new(&pair.compatible, &pair.peers, RankId::ZERO, RankId::ZERO).expect("a plan");
     let [class] = plan.classes() else { panic!("one class") };
-    assert_eq!(class.period(), Some(Tokens::new(96)));
+    assert_eq!(class.period(), Some(96));
     assert_eq!(class.phases().len(), 4);
     // The table: (tokens, source block, from entry, destination block, from entry), read off the descriptors of head 0.
     let bound = pair.bind(request(96, &[0, 1], &[0, 1, 2]));
@@ -138,6 +267,38 @@ fn phases_of_48_to_32() {
         .map(|(src, dst, len)| (head(48, 48, src), head(32, 32, dst), len / 4))
         .collect();
     assert_eq!(found, [(0, 0, 32), (32, 32, 16), (48, 48, 16), (64, 64, 32)], "tokens at the source and destination");
+}
+
+#[test]
+fn a_block_with_a_scale_for_16_tokens_is_a_block_of_3() {
+    let engine = || Shape::new(vec![Item::paged("a", PagedItem::new(1, vec![scale(16)]))], 1).blocks(48, 4).manifest();
+    let pair = Pair::of(engine(), engine());
+    let plan = PairPlan::new(&pair.compatible, &pair.peers, RankId::ZERO, RankId::ZERO).unwrap();
+    let [class] = plan.classes() else { panic!("one class") };
+    assert_eq!((class.entry_tokens().get(), class.period()), (16, Some(3)));
+}
+
+#[test]
+fn direct_and_staged() {
+    let engine = |block, blocks, style| Engine::new(vec![kv("layer", 8, 2)], 1).blocks(block, blocks).style(style);
+    let scattered = |n: u32| (0..n).map(|i| i * 7919 % 1009 * 3).collect::<Vec<u32>>();
+    // The other side's are in another order, so that no two go on in each other.
+    let reversed = |n: u32| scattered(n).into_iter().rev().collect::<Vec<u32>>();
+    let cases = [
+        (engine(16, 4000, LayoutStyle::HND), 1000, (128_000, 1000, 128_000, 1000)),
+        (engine(64, 4000, LayoutStyle::HND), 250, (8000, 1000, 8000, 250)),
+    ];
+    for (dst, blocks, (direct, at_dst, gathered, at_src)) in cases {
+        let order = if blocks == 1000 { LayoutStyle::NHD } else { LayoutStyle::HND };
+        let pair = Pair::new(&engine(16, 4000, order), &dst);
+        let batch = pair.batch(0, 0, &pair.bind(request(16_000, &scattered(1000), &reversed(blocks))));
+        let count = |batch: &Batch| flat(batch).len();
+        assert_eq!(count(&batch), direct);
+        let staged = |place| Staged::new(&batch, place, RegionId::new(1)).unwrap();
+        assert_eq!(count(&staged(Place::Destination).wire), at_dst);
+        let source = staged(Place::Source);
+        assert_eq!((count(&source.local), count(&source.wire)), (gathered, at_src));
+    }
 }
 
 #[test]

@@ -27,8 +27,10 @@ fn check(case: &Case, counts: &RefCell<BTreeMap<&'static str, u32>>) -> Result<(
     let Err(found) = Compatible::with(case.src.clone(), case.dst.clone(), case.options) else {
         return Err(format!("{unshareable:?} can't move, but the engines are compatible"));
     };
-    let named: Option<Vec<_>> =
+    let mut named: Option<Vec<_>> =
         found.0.iter().map(|m| matches!(m, Mismatch::SharedValue { .. }).then(|| m.item().clone())).collect();
+    // Once for each such component.
+    named.iter_mut().for_each(Vec::dedup);
     if named.as_ref() != Some(&unshareable) {
         return Err(format!("{unshareable:?} can't move, refused is {found}"));
     }

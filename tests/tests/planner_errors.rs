@@ -308,6 +308,10 @@ fn items_of_one_side() {
     let (one, two) = (Shape::new(&[(&[item("a")], 8)]), Shape::new(&[(&[item("a"), item("draft")], 8)]));
     assert_only!(mismatches(&one, &two), Mismatch::MissingAtSource { .. });
     assert_only!(mismatches(&two, &one), Mismatch::MissingAtDestination { .. });
+    let other = Shape::new(&[(&[item("b")], 8)]);
+    let nothing = CompatOptions { source_only: Unmatched::Ignore, destination_only: Unmatched::Ignore };
+    let found = Compatible::with(one.manifest(), other.manifest(), nothing).unwrap_err().0;
+    assert!(found.iter().any(|m| matches!(m, Mismatch::NothingInCommon { .. })), "{found:?}");
     let with = |src: &Shape, dst: &Shape, source_only, destination_only| {
         let options = CompatOptions { source_only, destination_only };
         Compatible::with(src.manifest(), dst.manifest(), options).map(|c| c.src_item(ItemId::new(1)))
@@ -443,7 +447,12 @@ fn groups_that_share_memory() {
     let meet = ask(&[4, 5, 6], Some(5));
     let five = BlockId::new(5);
     assert_only!(meet, RequestError::SharedBytes { a, b, .. } if (*a, *b) == (five, five));
-    // Blocks of a hit aren't written.
-    let src = vec![held(20, &[0, 1, 2]), checkpoints(&[(20, 3)])];
-    assert_eq!(refused(&shape, 20, src, vec![wanted(8, &[4, 5, 6]), slots(Some(4), &[])]), []);
+    // A hit would be overwritten; what is behind a window is nobody's.
+    let src = || vec![held(20, &[0, 1, 2]), checkpoints(&[(20, 3)])];
+    let dst = |slot| vec![wanted(8, &[4, 5, 6]), slots(Some(slot), &[])];
+    assert_only!(refused(&shape, 20, src(), dst(4)), RequestError::SharedBytes { .. });
+    let window = Item::paged("a", kept(Retention::Window(Tokens::new(9))));
+    let shape = Shape { style: shape.style, ..Shape::new(&[(&[window], 8), (&[Item::state("s", mamba())], 0)]) };
+    assert_eq!(refused(&shape, 20, src(), dst(4)), []);
+    assert_only!(refused(&shape, 20, src(), dst(5)), RequestError::SharedBytes { .. });
 }

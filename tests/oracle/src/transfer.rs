@@ -114,11 +114,11 @@ pub enum Gap {
         /// The token.
         token: u64,
     },
-    /// The consumer has a token already and needs the next one, and one value stands for both.
+    /// The consumer has a token already and needs a later one, and one value stands for both.
     Split {
         /// The item.
         item: Name,
-        /// The first token that it needs.
+        /// The first token that it doesn't have.
         token: u64,
     },
     /// The producer has no state at a position that the consumer takes.
@@ -299,10 +299,15 @@ impl Transfer<'_> {
             if let Some(token) = (0..self.tokens).filter(needed).find(|t| !is_ring && !room.contains(t)) {
                 gaps.push(Gap::NoRoom { item: item.clone(), token });
             }
-            let (had, next) = (dst.cached.wrapping_sub(1), dst.cached);
-            let both = had < next && next < self.tokens && self.reads(paged, had) && self.reads(paged, next);
-            if both && paged.components.iter().any(|c| c.span > 1 && is_inside(next, paged.tokens_per_value(c))) {
-                gaps.push(Gap::Split { item: item.clone(), token: next });
+            // The first value that moves would stand for tokens that are there already.
+            let moves = (0..self.tokens).find(needed);
+            let cuts = |size: u64| {
+                moves.is_some_and(|first| {
+                    (dst.cached.saturating_sub(size)..dst.cached).any(|had| same_stretch(had, first, size))
+                })
+            };
+            if paged.components.iter().any(|c| c.span > 1 && cuts(paged.tokens_per_value(c))) {
+                gaps.push(Gap::Split { item: item.clone(), token: dst.cached });
             }
         }
         Ok(gaps)
@@ -370,11 +375,11 @@ fn block_end(manifest: &Manifest, item: usize, token: u64) -> u64 {
     end
 }
 
-/// Whether a stretch of `size` tokens holds both `token` and the one before it.
-fn is_inside(token: u64, size: u64) -> bool {
-    let mut start = 0;
-    while start < token {
-        start += size;
+/// Whether two tokens are in one stretch of `size`, counted from token 0.
+fn same_stretch(a: u64, b: u64, size: u64) -> bool {
+    let mut end = size;
+    while end <= a.min(b) {
+        end += size;
     }
-    start != token
+    a.max(b) < end
 }

@@ -338,19 +338,15 @@ fn ring_blocks(draft: &Draft, group: &CacheGroup) -> Option<(u64, u64)> {
     }
 }
 
-/// A hit that doesn't cut a value of which both halves are read.
+/// A hit that doesn't cut a value that moves.
 fn whole_hit(c: &mut Choices, draft: &Draft, group: &CacheGroup, n: u64, cached: u64) -> u64 {
     let items = || group.items.iter().map(|&i| draft.spec.get(i).unwrap().as_paged().unwrap());
+    let span = items().flat_map(|p| p.components.iter().map(|x| p.tokens_per_value(x))).fold(1, lcm);
     let cuts = items().any(|p| {
-        let both = cached > 0 && cached < n && reads(p.retention, n, cached - 1);
-        both && p.components.iter().any(|x| x.span > 1 && !cached.is_multiple_of(p.tokens_per_value(x)))
+        let first = (cached..n).find(|&t| reads(p.retention, n, t));
+        first.is_some_and(|t| t / span * span < cached && !cached.is_multiple_of(span))
     });
-    if cuts || c.chance(20) {
-        let spans = items().flat_map(|p| p.components.iter().map(|x| p.tokens_per_value(x)));
-        cached - cached % spans.fold(1, lcm)
-    } else {
-        cached
-    }
+    if cuts || c.chance(20) { cached - cached % span } else { cached }
 }
 
 /// Tables without ids yet: positions and lengths are set.

@@ -17,7 +17,7 @@ mod runner;
 
 pub use case::{Case, Plan};
 pub use choices::Choices;
-pub use engine::{Draft, Engine, Kin, RefusedDraft};
+pub use engine::{Draft, Engine, Kin, RefusedDraft, Usual};
 pub use model::{Model, random_model};
 pub use runner::{cases, check_cases, run_case, sample, seed};
 
