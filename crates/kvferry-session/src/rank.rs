@@ -32,17 +32,17 @@ use crate::bind::bind_read;
 use crate::cache::LocalCache;
 use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
-use crate::staging::{Grant, Segment};
 
 mod compare;
 mod pull;
 mod stage;
+mod staged;
 #[cfg(test)]
 mod tests;
 
 use pull::{Next, Pull, Source, SourceState};
 pub use stage::{LocalWork, StagingConfig, StagingRefused, Way, WorkId};
-use stage::{Stager, Waiter};
+use staged::Staging;
 
 /// Bytes that are digested between two looks at the transport.
 const SLICE: u64 = 16 << 20;
@@ -101,19 +101,6 @@ pub struct RankSession {
     now: Duration,
 }
 
-/// The staging memory, and what goes on in it.
-#[derive(Default)]
-struct Staging {
-    stager: Option<Stager>,
-    /// Segments for those who have waited.
-    granted: VecDeque<Grant<Waiter>>,
-    last: u64,
-    /// Permutations for the driver.
-    work: VecDeque<LocalWork>,
-    /// Those that have not ended.
-    open: BTreeMap<WorkId, Waiter>,
-}
-
 impl RankSession {
     /// A rank whose cache is registered with this transport. Its first message joins the owner.
     #[must_use]
@@ -142,42 +129,10 @@ impl RankSession {
         }
     }
 
-    /// The same, staging as it is told in the cache's staging memory. Without this, or without that memory, all reads are direct.
-    ///
-    /// # Errors
-    /// If it can't stage so.
-    pub fn with_staging(mut self, config: StagingConfig) -> Result<Self, StagingRefused> {
-        self.staging.stager = Stager::new(&self.cache, config)?;
-        Ok(self)
-    }
-
     /// Whether the owner has taken the rank in.
     #[must_use]
     pub fn standing(&self) -> &Standing {
         &self.standing
-    }
-
-    /// The next permutation for the driver to do. Ask after `handle`, `step` and `work_done`.
-    pub fn next_work(&mut self) -> Option<LocalWork> {
-        self.staging.work.pop_front()
-    }
-
-    /// The driver has done a permutation, all of it.
-    pub fn work_done(&mut self, work: WorkId, now: Duration) {
-        self.now = now;
-        if let Some((id, src)) = self.staging.open.remove(&work)
-            && let Some(pull) = self.pulls.get_mut(&id)
-        {
-            let next = pull.on_permuted(src, Ok(()), now);
-            self.go_on(id, next);
-        }
-        self.serve_granted();
-    }
-
-    /// Bytes of staging memory in use. Those that a read in doubt may still write stay so for good.
-    #[must_use]
-    pub fn staging_lent(&self) -> Bytes {
-        self.staging.stager.as_ref().map_or(Bytes::ZERO, Stager::lent)
     }
 
     /// Takes a message of the owner.
@@ -350,86 +305,6 @@ impl RankSession {
             sources.insert(src, source);
         }
         Ok(Pull::new(order.assurance, request, order.request.dst.clone(), self.now, sources))
-    }
-
-    /// Asks for segments for the sources that wait for one.
-    fn acquire(&mut self, id: PullId) {
-        let (Some(pull), Some(stager)) = (self.pulls.get(&id), &mut self.staging.stager) else { return };
-        let waiting = |(src, s): (&RankId, &Source)| match (&s.state, &s.steps) {
-            (SourceState::Waiting(_), Some(steps)) => Some((*src, steps.bytes)),
-            _ => None,
-        };
-        let mut failed = None;
-        for (src, bytes) in pull.sources.iter().filter_map(waiting) {
-            match stager.acquire((id, src), bytes) {
-                Ok(None) => {}
-                Ok(Some(segment)) => self.staging.granted.push_back(Grant { waiter: (id, src), segment }),
-                Err(text) => failed = Some(format!("source rank {src}: {text}")),
-            }
-        }
-        if let Some(text) = failed {
-            self.fail(id, RankFault { stage: Stage::Plan, text, in_doubt: false, bad: Vec::new() });
-        }
-    }
-
-    /// Posts the reads of those who have got a segment.
-    fn serve_granted(&mut self) {
-        while let Some(Grant { waiter: (id, src), segment }) = self.staging.granted.pop_front() {
-            let (cache, transport) = (&self.cache, &self.transport);
-            let wire = |steps: &stage::Steps, lane: PeerId| {
-                let fault = |stage, text: String| {
-                    let text = format!("source rank {src}: {text}");
-                    RankFault { stage, text, in_doubt: false, bad: Vec::new() }
-                };
-                let info = transport.peer(lane).map_err(|e| fault(Stage::Connect, e.to_string()))?;
-                steps.wire(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
-            };
-            let next = match self.pulls.get_mut(&id) {
-                Some(pull) => pull.on_segment(src, segment, wire),
-                None => Err(segment),
-            };
-            match next {
-                Ok(next) => {
-                    self.go_on(id, next);
-                    self.post(id);
-                }
-                // It has failed since.
-                Err(segment) => self.free(vec![segment], id, Vec::new()),
-            }
-        }
-    }
-
-    /// Gives segments back and takes sources out of the line; others may be served by that.
-    fn free(&mut self, segments: Vec<Segment>, id: PullId, given_up: Vec<RankId>) {
-        let Some(stager) = &mut self.staging.stager else { return };
-        for src in given_up {
-            self.staging.granted.extend(stager.cancel((id, src)));
-        }
-        for segment in segments {
-            self.staging.granted.extend(stager.release(segment));
-        }
-    }
-
-    /// Hands the driver a permutation.
-    fn permute(&mut self, id: PullId, src: RankId) {
-        let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let steps = pull.sources.get(&src).and_then(|s| s.steps.as_ref());
-        let permute = match (&self.staging.stager, steps) {
-            (Some(stager), Some(steps)) => stager.permute(steps, &self.cache),
-            _ => Err("there is no staging memory".into()),
-        };
-        match permute {
-            Ok(permute) => {
-                self.staging.last += 1;
-                let work = WorkId(self.staging.last);
-                self.staging.open.insert(work, (id, src));
-                self.staging.work.push_back(LocalWork { id: work, permute });
-            }
-            Err(text) => {
-                let next = pull.on_permuted(src, Err(text), self.now);
-                self.go_on(id, next);
-            }
-        }
     }
 
     /// The lane to a producer's rank, connected now if there is none.

@@ -49,6 +49,7 @@ mod connection;
 mod driver;
 mod owner;
 mod permuter;
+mod pull;
 mod reference;
 mod worker;
 
@@ -71,9 +72,7 @@ pub use kvferry_session::{
     Assurance, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, Overlap, Report, StagingRefused, Way,
 };
 pub use kvferry_transport::{Region, Transport};
-pub use owner::{
-    CallError, OfferSpec, Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullError, PullHandle, PullSpec, ReadyError,
-    StartError,
-};
+pub use owner::{CallError, OfferSpec, Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullSpec, ReadyError, StartError};
+pub use pull::{PullError, PullHandle};
 pub use reference::{Reference, ReferenceError};
 pub use worker::{StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};

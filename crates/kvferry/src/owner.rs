@@ -3,9 +3,7 @@
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use kvferry_geometry::compat::CompatOptions;
@@ -17,15 +15,15 @@ use kvferry_proto::handshake::IdentityCheck;
 use kvferry_proto::lease::{Closing, Offer};
 use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity, NameError};
-use kvferry_proto::rank::{Assurance, PullId};
+use kvferry_proto::rank::Assurance;
 use kvferry_session::owner::{OfferError, OwnerConfig, OwnerSession, PullWish};
-use kvferry_session::{Delivered, Failed};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::address::Address;
 use crate::driver::{Command, Driver, Listeners, Progress, SocketFile};
+use crate::pull::PullHandle;
 use crate::reference::Reference;
 
 /// Calls that wait for the driver, at most.
@@ -504,7 +502,7 @@ impl Owner {
         };
         let (done, result) = oneshot::channel();
         let id = self.call(|reply| Command::Pull { wish: Box::new(wish), done, reply }).await?;
-        Ok(PullHandle { id, result: Some(result), commands: self.commands.clone() })
+        Ok(PullHandle::new(id, result, self.commands.clone()))
     }
 
     /// How many blocks and slots of this engine no pull and no offer can name, because a rank of a pull that failed may still
@@ -544,62 +542,6 @@ impl Drop for Unseen {
             runtime.spawn(async move { commands.send(command).await.is_ok() });
         }
     }
-}
-
-/// A pull in progress: a future of how it ends. Dropping it gives the pull up; its blocks may be written for a little while
-/// longer, so await it after [`cancel`](Self::cancel) instead where they are to be used again.
-#[derive(Debug)]
-pub struct PullHandle {
-    id: PullId,
-    result: Option<oneshot::Receiver<Result<Delivered, Failed>>>,
-    commands: mpsc::Sender<Command>,
-}
-
-impl PullHandle {
-    /// Asks to give the pull up; await the handle for its end.
-    ///
-    /// # Errors
-    /// If the owner was shut down.
-    pub async fn cancel(&self) -> Result<(), CallError> {
-        self.commands.send(Command::Cancel { pull: self.id }).await.map_err(|_| CallError::Shutdown)
-    }
-}
-
-impl Future for PullHandle {
-    type Output = Result<Delivered, PullError>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(result) = &mut self.result else { return Poll::Ready(Err(PullError::Shutdown)) };
-        let polled = Pin::new(result).poll(cx);
-        polled.map(|answer| {
-            self.result = None;
-            match answer {
-                Ok(result) => result.map_err(|failed| PullError::Failed(Box::new(failed))),
-                Err(_) => Err(PullError::Shutdown),
-            }
-        })
-    }
-}
-
-impl Drop for PullHandle {
-    fn drop(&mut self) {
-        if self.result.is_some() {
-            // Where the channel is full, the driver finds the abandoned pull by itself, within a second.
-            drop(self.commands.try_send(Command::Cancel { pull: self.id }));
-        }
-    }
-}
-
-/// A pull did not deliver.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum PullError {
-    /// It failed: why, and what happened until then.
-    #[error(transparent)]
-    Failed(Box<Failed>),
-    /// The owner is gone without a word about it: all blocks of the pull are in doubt, and may still be written until the
-    /// engine's ranks have ended.
-    #[error("the owner was shut down")]
-    Shutdown,
 }
 
 pub(crate) fn random() -> Result<u128, String> {

@@ -473,6 +473,36 @@ fn a_request_cancelled_in_the_line_makes_room() {
     assert!(w.d.ranks.iter().all(|r| r.staging_lent() == Bytes::ZERO));
 }
 
+/// A large one that is given up in front of the line lets small ones behind it have what is free, at once.
+#[test]
+fn small_requests_go_on_when_a_large_one_leaves_the_line() {
+    // Each source of the first takes two pages, each of the second one.
+    let mut w = World::new(prefill(), staged(3 * 4096, Way::Destination));
+    w.p.fill(1, &source());
+    w.d.permutes = false;
+    let fence = w.offer(source());
+    let wish = w.wish(&fence, N, destination(0));
+    let large = w.d.owner.pull(wish, w.now);
+    w.run(10);
+    let fence = w.offer(source());
+    let wish = w.wish(&fence, N, vec![room(&[4, 5, 6], 32), slot(None, &[])]);
+    let small = w.d.owner.pull(wish, w.now);
+    w.run(10);
+    assert_eq!(w.d.work.len(), 2, "one source of the first at each rank");
+    w.d.owner.cancel(large, w.now);
+    w.run(10);
+    assert_eq!(w.d.work.len(), 4, "one of the second, too");
+    assert!(w.end_of(large).is_none());
+    w.d.permutes = true;
+    for (rank, work) in std::mem::take(&mut w.d.work) {
+        work.permute.run(1);
+        w.d.ranks[rank].work_done(work.id, w.now);
+    }
+    w.run(40);
+    assert!(w.end_of(large).unwrap().is_err() && w.end_of(small).unwrap().is_ok());
+    assert!(w.d.ranks.iter().all(|r| r.staging_lent() == Bytes::ZERO));
+}
+
 /// A segment comes back when a read has failed, and stays out of use when that is in doubt.
 #[test]
 fn segments_of_failed_reads_come_back_and_those_in_doubt_do_not() {

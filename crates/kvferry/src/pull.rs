@@ -1,0 +1,75 @@
+//! A pull that is under way, as the engine holds it.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use kvferry_proto::rank::PullId;
+use kvferry_session::{Delivered, Failed};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::driver::Command;
+use crate::owner::CallError;
+
+/// A pull in progress: a future of how it ends. Dropping it gives the pull up; its blocks may be written for a little while
+/// longer, so await it after [`cancel`](Self::cancel) instead where they are to be used again.
+#[derive(Debug)]
+pub struct PullHandle {
+    id: PullId,
+    result: Option<oneshot::Receiver<Result<Delivered, Failed>>>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl PullHandle {
+    pub(crate) fn new(
+        id: PullId,
+        result: oneshot::Receiver<Result<Delivered, Failed>>,
+        commands: mpsc::Sender<Command>,
+    ) -> Self {
+        Self { id, result: Some(result), commands }
+    }
+
+    /// Asks to give the pull up; await the handle for its end.
+    ///
+    /// # Errors
+    /// If the owner was shut down.
+    pub async fn cancel(&self) -> Result<(), CallError> {
+        self.commands.send(Command::Cancel { pull: self.id }).await.map_err(|_| CallError::Shutdown)
+    }
+}
+
+impl Future for PullHandle {
+    type Output = Result<Delivered, PullError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(result) = &mut self.result else { return Poll::Ready(Err(PullError::Shutdown)) };
+        let polled = Pin::new(result).poll(cx);
+        polled.map(|answer| {
+            self.result = None;
+            match answer {
+                Ok(result) => result.map_err(|failed| PullError::Failed(Box::new(failed))),
+                Err(_) => Err(PullError::Shutdown),
+            }
+        })
+    }
+}
+
+impl Drop for PullHandle {
+    fn drop(&mut self) {
+        if self.result.is_some() {
+            // Where the channel is full, the driver finds the abandoned pull by itself, within a second.
+            drop(self.commands.try_send(Command::Cancel { pull: self.id }));
+        }
+    }
+}
+
+/// A pull did not deliver.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PullError {
+    /// It failed: why, and what happened until then.
+    #[error(transparent)]
+    Failed(Box<Failed>),
+    /// The owner is gone without a word about it: all blocks of the pull are in doubt, and may still be written until the
+    /// engine's ranks have ended.
+    #[error("the owner was shut down")]
+    Shutdown,
+}
