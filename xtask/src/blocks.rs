@@ -138,7 +138,7 @@ pub(crate) fn fit_with<E: From<DescribeError>>(
     let with_spare = |n: u64| if room.spare { n + n / 8 + 2 } else { n };
     let of = |group| room.ask.needs(&sketch, group).1.saturating_mul(room.requests);
     let fits = |n: u64| u32::try_from(n).unwrap_or(u32::MAX).max(1);
-    if shares_memory(&sketch) {
+    if d.layout.share || shares_memory(&sketch) {
         d.blocks = Some(fits(with_spare(groups(&sketch).map(of).fold(0, u64::saturating_add))));
         return Ok(());
     }

@@ -18,6 +18,7 @@ mod link;
 mod rank;
 mod report;
 mod scenario;
+mod sweep;
 
 pub(crate) use args::Args;
 use args::Wire;
@@ -35,6 +36,9 @@ const JOIN: Duration = Duration::from_secs(300);
 const DEADLINE: Duration = Duration::from_secs(300);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if args.all {
+        return sweep::run(args);
+    }
     let engines = Engines::new(args)?;
     let wanted = engines.memory();
     check_memory(args, wanted)?;

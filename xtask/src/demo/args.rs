@@ -8,6 +8,7 @@ use kvferry_geometry::units::Bytes;
 use kvferry_models::layout_named;
 
 use crate::engine::{IgnoreArgs, ModelArgs, Named};
+use crate::show;
 
 /// How bytes move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -27,9 +28,33 @@ impl Wire {
     }
 }
 
+/// Which way a decode rank's reads go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Way {
+    /// Whichever is cheaper by the cost model.
+    Auto,
+    /// Straight into place.
+    Direct,
+    /// Staged at the destination and permuted there.
+    Destination,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Direct => "direct",
+            Self::Destination => "destination",
+        }
+    }
+}
+
 /// Run a prefill and a decode engine and prove every byte that moves between them
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
+    /// Every preset between engines of several shapes, cut to few layers
+    #[arg(long, conflicts_with_all = ["model", "prefill", "decode", "json"])]
+    pub(crate) all: bool,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// The prefill engine: parallel sizes (tp=,pp=,dcp=,pcp=,pcp_mode=shard|replicate,interleave=), or a description's file
@@ -72,6 +97,12 @@ pub(crate) struct Args {
     /// Spread what a rank reads over all ranks that hold it equally
     #[arg(long)]
     pub(crate) stripe: bool,
+    /// Staging memory of each decode rank, for example 64MiB; 0 for none
+    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = show::parse_size)]
+    pub(crate) pool: u64,
+    /// Which way reads go where there is staging memory
+    #[arg(long, value_enum, default_value_t = Way::Auto)]
+    pub(crate) way: Way,
     #[command(flatten)]
     pub(crate) ignore: IgnoreArgs,
     /// How bytes move
@@ -131,6 +162,8 @@ impl Args {
             format!("--prefix-hit={}", self.prefix_hit),
             format!("--checkpoints={}", self.checkpoints),
             format!("--decode-checkpoints={}", self.decode_checkpoints),
+            format!("--pool={}", self.pool),
+            format!("--way={}", self.way.name()),
             format!("--transport={}", self.transport.name()),
         ]);
         out.extend(self.prefill_block.map(|n| format!("--prefill-block={n}")));
@@ -180,6 +213,8 @@ mod tests {
             "--decode-checkpoints=1",
             "--rings",
             "--stripe",
+            "--pool=3MiB",
+            "--way=destination",
             "--ignore-source-only",
             "--ignore-destination-only",
             "--transport=mem",

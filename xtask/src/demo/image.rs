@@ -390,4 +390,81 @@ mod tests {
         assert_eq!([0, 4, 5].map(|place| latest_in(ring, place, 5)), [0, 4, 5]);
         assert_eq!((kept_from(ring, 10), kept_from(ring, 5)), (2, 0));
     }
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        demo: crate::demo::Args,
+    }
+
+    /// A hybrid between engines of one rank, with scratch rows, moved by plain copies. What each rank's memory is afterwards.
+    fn moved() -> (Scenario, Vec<Region>, Vec<Region>) {
+        use std::sync::Arc;
+
+        use kvferry_geometry::plan::PairPlan;
+        use kvferry_geometry::request::BoundRequest;
+        use kvferry_geometry::zero::ZeroPlan;
+        use kvferry_transport::copy::Copier;
+
+        let line = "x --model jamba-v0.1 --layers 5 --prefill tp=1 --decode tp=1 --tokens 20 --requests 1 --prefix-hit 16 \
+            --prefill-layout nhd,scratch=2 --decode-layout hnd,state-first,scratch=1";
+        let args = <Line as clap::Parser>::try_parse_from(line.split_whitespace()).unwrap().demo;
+        let scenario = Scenario::new(&args).unwrap();
+        let rank = RankId::new(0);
+        let memory = |role| -> Vec<Region> {
+            let lens = scenario.engine(role).manifest.region_lens(rank);
+            let regions: Vec<Region> =
+                lens.iter().map(|l| Region::zeroed(usize::try_from(l.get()).unwrap()).unwrap()).collect();
+            fill(&scenario, role, rank, &regions).unwrap();
+            regions
+        };
+        let (src, dst) = (memory(Role::Prefill), memory(Role::Decode));
+        let (compatible, peers) = scenario.plan().unwrap();
+        let bound = BoundRequest::new(&compatible, scenario.request(0)).unwrap();
+        let batch = PairPlan::new(&compatible, &peers, rank, rank).unwrap().resolve(&bound).unwrap();
+        let (from, to) = (compatible.src().region_lens(rank), compatible.dst().region_lens(rank));
+        let batch = Arc::new(batch.check(&from, &to).unwrap());
+        let copier = Copier::new(batch, |i| src.get(i.index()).cloned(), |i| dst.get(i.index()).cloned()).unwrap();
+        assert!(copier.copy(0..copier.bytes()).bytes.get() > 0);
+        let zero = ZeroPlan::new(compatible.dst(), rank).unwrap().resolve(&bound).unwrap();
+        for range in zero.ranges() {
+            dst[range.region.index()].fill(range.offset, range.len, 0).unwrap();
+        }
+        (scenario, src, dst)
+    }
+
+    fn flip(region: &Region, offset: u64) {
+        let mut byte = [0];
+        region.read(offset, &mut byte).unwrap();
+        region.write(offset, &[byte[0] ^ 1]).unwrap();
+    }
+
+    #[test]
+    fn every_wrong_byte_is_found_wherever_it_is() {
+        let rank = RankId::new(0);
+        let (scenario, src, dst) = moved();
+        let verdict = |role, regions: &[Region]| {
+            let v = verify(&scenario, role, rank, regions).unwrap();
+            (v.checked, v.wrong, v.outside)
+        };
+        let checked = verdict(Role::Decode, &dst);
+        assert!(checked.0 > 0 && (checked.1, checked.2) == (0, 0), "{checked:?}");
+        assert_eq!(verdict(Role::Prefill, &src), (0, 0, 0));
+        // Afterwards there is only background; every single byte that differs from it counts.
+        let manifest = scenario.decode.manifest.clone();
+        let (scenario, _, dst) = moved();
+        let state = manifest.ranks()[0].layout.views.iter().flatten().find(|v| v.as_state().is_some()).unwrap();
+        let parts = &state.as_state().unwrap().parts;
+        let (item, _) = manifest.spec().iter().find(|(_, item)| item.as_state().is_some()).unwrap();
+        let slot = scenario.requests[0].dst[manifest.group_of(item).index()].ids[0];
+        let at = state.offset().get() + u64::from(slot.get()) * state.stride().get() + parts[0].offset.get();
+        let region = &dst[state.region().index()];
+        let scratch =
+            manifest.spec().items().iter().find_map(|i| i.as_state()).map(|s| u64::from(s.parts[0].rows)).unwrap();
+        flip(region, at);
+        flip(region, at + scratch * parts[0].row_stride.get());
+        let v = verify(&scenario, Role::Decode, rank, &dst).unwrap();
+        assert_eq!((v.checked, v.wrong, v.outside), (checked.0, 1, 1));
+        let first = v.first.unwrap();
+        assert!(first.contains("state after 20 tokens, part conv.x, row 0, unit 0"), "{first}");
+    }
 }

@@ -1,6 +1,7 @@
 //! What the demo says.
 
 use kvferry::PairReport;
+use kvferry_geometry::staged::Place;
 use serde::Serialize;
 
 use super::args::Args;
@@ -20,6 +21,8 @@ pub(crate) struct PairLine {
     pub(crate) rows: u64,
     pub(crate) descriptors_before: u64,
     pub(crate) descriptors_after: u64,
+    /// How many of the requests' reads were staged.
+    pub(crate) staged: u32,
 }
 
 /// One round of all requests.
@@ -101,7 +104,15 @@ impl Summary {
             let (src, dst) = (scenario.prefill.label(p.src), scenario.decode.label(p.dst));
             let at = self.pairs.iter().position(|l| l.src == src && l.dst == dst);
             let at = at.unwrap_or_else(|| {
-                self.pairs.push(PairLine { src, dst, bytes: 0, rows: 0, descriptors_before: 0, descriptors_after: 0 });
+                self.pairs.push(PairLine {
+                    src,
+                    dst,
+                    bytes: 0,
+                    rows: 0,
+                    descriptors_before: 0,
+                    descriptors_after: 0,
+                    staged: 0,
+                });
                 self.pairs.len() - 1
             });
             let line = &mut self.pairs[at];
@@ -109,6 +120,7 @@ impl Summary {
             line.rows += p.rows;
             line.descriptors_before += p.descriptors_before;
             line.descriptors_after += p.descriptors_after;
+            line.staged += u32::from(p.place != Place::Direct);
             self.bytes += p.bytes.get();
         }
     }
@@ -129,13 +141,17 @@ impl Summary {
     }
 
     pub(crate) fn print(&self) {
+        // Said only where there is staging memory.
+        let staged = self.pairs.iter().any(|p| p.staged > 0);
         let row = |p: &PairLine| {
             let counts = [p.rows, p.descriptors_before, p.descriptors_after].map(show::count);
-            [p.dst.clone(), p.src.clone(), show::size(p.bytes)].into_iter().chain(counts).collect()
+            let staged = staged.then(|| format!("{} of {}", p.staged, self.requests));
+            [p.dst.clone(), p.src.clone(), show::size(p.bytes)].into_iter().chain(counts).chain(staged).collect()
         };
         let rows: Vec<Vec<String>> = self.pairs.iter().take(MOST_PAIRS).map(row).collect();
-        let headings = ["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing"];
-        println!("\n{}", show::table("", &headings, &rows).trim_end());
+        let headings = ["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing", "staged"];
+        let headings = &headings[..if staged { 7 } else { 6 }];
+        println!("\n{}", show::table("", headings, &rows).trim_end());
         if self.pairs.len() > MOST_PAIRS {
             println!("... and {} pairs more (--json lists all)", self.pairs.len() - MOST_PAIRS);
         }

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
+use kvferry::{StagingOptions, Way};
 use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::request::{DstGroup, Request, SrcGroup, Tail};
 use kvferry_geometry::spec::{Item, ItemKind, ModelSpec, PagedItem, Retention};
-use kvferry_geometry::units::{RankId, Tokens};
+use kvferry_geometry::units::{Bytes, RankId, Tokens};
 use kvferry_models::{EngineDescription, Grouping};
 use kvferry_transport::conformance::sample::Rng;
 
-use super::args::{Args, Layout};
+use super::args::{self, Args, Layout};
 use crate::blocks::{self, Ask, Free, GroupBlocks, Room};
 use crate::engine::Named;
 use crate::show;
@@ -70,6 +71,8 @@ pub(crate) struct Engines {
     model: String,
     pub(crate) prefill: Engine,
     pub(crate) decode: Engine,
+    /// Bytes of staging memory of each decode rank.
+    pool: u64,
 }
 
 impl Engines {
@@ -93,16 +96,17 @@ impl Engines {
         let model = prefill.model.name().to_owned();
         let prefill = engine(args, Role::Prefill, prefill, args.checkpoints, ring).context("the prefill engine")?;
         let decode = engine(args, Role::Decode, decode, args.decode_checkpoints, ring).context("the decode engine")?;
-        Ok(Self { model, prefill, decode })
+        Ok(Self { model, prefill, decode, pool: args.pool })
     }
 
-    /// Bytes of memory that both engines need; the yardstick takes as much as the largest prefill rank for every decode
-    /// rank.
+    /// Bytes of memory that both engines need, staging included; the yardstick takes as much as the largest prefill rank for
+    /// every decode rank.
     pub(crate) fn memory(&self) -> u64 {
         let of_rank = |e: &Engine, rank| e.manifest.region_lens(rank).iter().map(|l| l.get()).sum::<u64>();
         let of_engine = |e: &Engine| e.ranks().map(|r| of_rank(e, r)).fold(0, u64::saturating_add);
         let largest = self.prefill.ranks().map(|r| of_rank(&self.prefill, r)).max().unwrap_or(0);
-        let yardstick = largest.saturating_mul(self.decode.ranks().count() as u64);
+        let ranks = self.decode.ranks().count() as u64;
+        let yardstick = largest.saturating_add(self.pool).saturating_mul(ranks);
         of_engine(&self.prefill).saturating_add(of_engine(&self.decode)).saturating_add(yardstick)
     }
 }
@@ -115,13 +119,23 @@ impl Scenario {
 
     /// Adds the requests to engines.
     pub(crate) fn with(engines: Engines, args: &Args) -> anyhow::Result<Self> {
-        let Engines { model, prefill, decode } = engines;
+        let Engines { model, prefill, decode, .. } = engines;
         let ask = ask(args, args.checkpoints);
         let src = all_blocks(&prefill.manifest, args, ask)?;
         let dst = all_blocks(&decode.manifest, args, self::ask(args, args.decode_checkpoints))?;
         let requests = src.into_iter().zip(dst).map(|(src, dst)| Blocks { src, dst }).collect();
         let (cached, more) = (args.prefix_hit, args.decode_checkpoints);
         Ok(Self { model, prefill, decode, ask, cached, more, requests, args: args.clone() })
+    }
+
+    /// How a decode rank stages what it reads.
+    pub(crate) fn staging(&self) -> StagingOptions {
+        let way = match self.args.way {
+            args::Way::Auto => Way::Auto,
+            args::Way::Direct => Way::Direct,
+            args::Way::Destination => Way::Destination,
+        };
+        StagingOptions { pool: Bytes::new(self.args.pool), way, ..StagingOptions::default() }
     }
 
     /// Both engines together, and who reads from whom.
