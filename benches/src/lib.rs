@@ -7,22 +7,18 @@ use kvferry_geometry::compat::Compatible;
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
-use kvferry_geometry::request::{BlockTable, BoundRequest, DstGroup, Request, SrcGroup, Tail};
-use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention};
+use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
+use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, TokenRange, Tokens};
 
 /// Llama-3.1-70B: 80 layers, 8 KV heads of 128 in bf16.
 #[must_use]
 pub fn llama_70b(tp: u32, block: u32, blocks: u32, style: LayoutStyle) -> Arc<Manifest> {
-    let kv = PagedItem {
-        heads: 8,
-        components: vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")],
-        retention: Retention::Full,
-    };
+    let kv = PagedItem::new(8, vec![Component::new("k", 256, "bf16"), Component::new("v", 256, "bf16")]);
     let items = (0..80).map(|i| Item::paged(&format!("model.layers.{i}.self_attn.attn"), kv.clone())).collect();
     let spec = ModelSpec::new(items).expect("a sound spec");
     let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
-    let placements = Parallelism::tensor(&spec, tp).place(&spec, |_| HeadRule::Split).expect("a sound parallelism");
+    let placements = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).expect("a sound parallelism");
     let group = CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(block.into()) };
     let rank = |placement| {
         let layout = style.build(&spec, &placement, &[(&ids, block, blocks)]).expect("a sound layout");
@@ -45,8 +41,8 @@ pub fn whole(c: &Compatible, tokens: u64, src: BlockTable, dst: BlockTable) -> B
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(tokens));
     let request = Request {
         tokens: Tokens::new(tokens),
-        src: vec![SrcGroup { table: src, held, tail: Tail::Exact }],
-        dst: vec![DstGroup { table: dst, cached: Tokens::ZERO }],
+        src: vec![SrcPaged { table: src, held, tail: Tail::Exact }.into()],
+        dst: vec![DstPaged { table: dst, cached: Tokens::ZERO }.into()],
     };
     BoundRequest::new(c, request).expect("a sound request")
 }

@@ -1,0 +1,92 @@
+//! Fuzz targets as plain functions: bytes in, a panic where a promise is broken.
+//!
+//! | target | what the bytes are | what must hold |
+//! |---|---|---|
+//! | [`config`] | a `config.json` | what is accepted makes items, and the items an engine |
+//! | [`describe`] | an engine's TOML | what is accepted makes a manifest or is refused with reasons |
+//! | [`layout`] | choices that write a spec, placements and views, some of them overwritten by extreme numbers | views of an accepted manifest lie in their regions and apart, and its ranks hold everything |
+//! | [`request`] | two such engines and a request | batches lie in the regions, write no byte twice, and staged moves the same bytes as direct |
+//! | [`wire`] | frames of each link | what is read is written again as the same bytes |
+//!
+//! Every target also promises to end soon and to need little memory, whatever its input says; who runs it watches that: libFuzzer
+//! by its limits, `tests/tests/fuzz_corpus.rs` by its allocator. The same functions serve both, so that what was found once is
+//! looked at in every run of the tests.
+//!
+//! Not here: the corpus (`tests/data/fuzz`), and what libFuzzer needs (`fuzz/`).
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a broken promise is a panic here")]
+
+pub mod config;
+pub mod describe;
+mod engine;
+pub mod layout;
+pub mod mutate;
+mod promise;
+mod reader;
+pub mod request;
+pub mod wire;
+
+use std::collections::BTreeSet;
+use std::fmt::{Debug, Display};
+
+pub use reader::Reader;
+
+/// What an input reached, by name: the faults it met, and how far it came. Tells a corpus that covers much from one that doesn't.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Reached(BTreeSet<String>);
+
+impl Reached {
+    /// Notes a place.
+    pub fn at(&mut self, place: &str) {
+        self.0.insert(place.into());
+    }
+
+    /// Notes a fault by the name of its variant, and looks at its message.
+    ///
+    /// # Panics
+    /// If the message is empty or longer than anybody reads.
+    pub fn fault(&mut self, fault: &(impl Debug + Display)) {
+        let name: String = format!("{fault:?}").chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+        let message = fault.to_string();
+        assert!(!message.trim().is_empty(), "{name}: a fault without a message");
+        assert!(message.len() <= MAX_MESSAGE, "{name}: a message of {} bytes", message.len());
+        self.0.insert(name);
+    }
+
+    /// The places.
+    #[must_use]
+    pub fn places(&self) -> &BTreeSet<String> {
+        &self.0
+    }
+}
+
+/// Prints what an input was read as where `KVFERRY_FUZZ_SHOW` is set, for those who look at one.
+#[allow(clippy::print_stderr, reason = "it is asked for")]
+fn show(what: &str, value: &impl Debug) {
+    if std::env::var_os("KVFERRY_FUZZ_SHOW").is_some() {
+        eprintln!("{what}: {value:#?}");
+    }
+}
+
+/// The longest message of one fault, in bytes.
+const MAX_MESSAGE: usize = 1 << 20;
+
+/// A target by its name, which is also that of its corpus.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Its name.
+    pub name: &'static str,
+    /// Runs one input; panics where a promise is broken.
+    pub run: fn(&[u8]) -> Reached,
+    /// Whether its inputs are text.
+    pub is_text: bool,
+}
+
+/// All targets.
+pub const TARGETS: &[Target] = &[
+    Target { name: "config", run: config::run, is_text: true },
+    Target { name: "describe", run: describe::run, is_text: true },
+    Target { name: "layout", run: layout::run, is_text: false },
+    Target { name: "request", run: request::run, is_text: false },
+    Target { name: "wire", run: wire::run, is_text: false },
+];

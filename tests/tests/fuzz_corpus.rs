@@ -1,0 +1,171 @@
+//! The corpus of every fuzz target, each file and some neighbours of it: no panic, bounded memory and time. Presets and the
+//! examples of engine descriptions are part of the corpora of their targets.
+//!
+//! `KVFERRY_FUZZ_ROUNDS` sets how many neighbours of each file are tried (default 40), `KVFERRY_FUZZ_SEED` which. An input that
+//! fails is written to the directory of temporary files, and its path is told.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test whose corpus can't be read has failed")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use kvferry_fuzz::mutate::{Rng, mutate};
+use kvferry_fuzz::{Reached, TARGETS, Target};
+
+/// The most memory that one input may need at a time. The list that proves a layout free from overlap is the largest piece.
+const MAX_BYTES: i64 = 256 << 20;
+/// The longest that one input may take; far more than any does, as other work may be going on.
+const MAX_TIME: Duration = Duration::from_secs(20);
+
+thread_local! {
+    /// Bytes in use, and the most since it was last set.
+    static LIVE: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
+}
+
+fn count(bytes: i64) {
+    LIVE.with(|c| {
+        let (live, peak) = c.get();
+        c.set((live + bytes, peak.max(live + bytes)));
+    });
+}
+
+fn signed(bytes: usize) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+struct Counting;
+
+// SAFETY: every call goes to the system's allocator unchanged; the counter is plain thread-local data without a
+// destructor and allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(signed(layout.size()));
+        // SAFETY: the caller keeps `alloc`'s contract, which is `System`'s.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(signed(layout.size()));
+        // SAFETY: as above. Memory that is never touched costs nothing, but it was asked for.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        count(-signed(layout.size()));
+        // SAFETY: the caller keeps `dealloc`'s contract, and `ptr` came from `System`.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn corpus(target: &Target) -> Vec<(PathBuf, Vec<u8>)> {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut dirs = vec![here.join("data/fuzz").join(target.name)];
+    match target.name {
+        "config" => dirs.push(here.join("../crates/kvferry-models/presets")),
+        "describe" => dirs.push(here.join("../crates/kvferry-models/examples")),
+        _ => {}
+    }
+    let mut files: Vec<PathBuf> = Vec::new();
+    for dir in dirs {
+        let before = files.len();
+        files.extend(std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path()));
+        assert!(files.len() > before, "{} is empty", dir.display());
+    }
+    files.sort();
+    files.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+}
+
+/// One input within its bounds; `what` tells which it is.
+fn bounded(target: &Target, input: &[u8], what: &str) -> Reached {
+    let kept = || {
+        let path = std::env::temp_dir().join(format!("kvferry-fuzz-{}-{:08x}", target.name, sum(input)));
+        std::fs::write(&path, input).map_or_else(|e| e.to_string(), |()| path.display().to_string())
+    };
+    let before = LIVE.with(|c| {
+        let live = c.get().0;
+        c.set((live, live));
+        live
+    });
+    let start = Instant::now();
+    let reached = catch_unwind(AssertUnwindSafe(|| (target.run)(input)));
+    let (took, peak) = (start.elapsed(), LIVE.with(Cell::get).1 - before);
+    let Ok(reached) = reached else { panic!("{}: {what} breaks a promise; the input is {}", target.name, kept()) };
+    assert!(peak <= MAX_BYTES, "{}: {what} needs {peak} bytes; the input is {}", target.name, kept());
+    assert!(took <= MAX_TIME, "{}: {what} takes {took:?}; the input is {}", target.name, kept());
+    reached
+}
+
+/// FNV-1a.
+fn sum(input: &[u8]) -> u32 {
+    input.iter().fold(0x811c_9dc5, |h, b| (h ^ u32::from(*b)).wrapping_mul(0x0100_0193))
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().map_or(default, |v| v.parse().unwrap_or_else(|_| panic!("{name}={v} is no number")))
+}
+
+/// Runs a target's corpus and neighbours; the corpus must reach all of `expected`.
+fn replay(name: &str, expected: &[&str]) {
+    let target = TARGETS.iter().find(|t| t.name == name).unwrap();
+    let corpus = corpus(target);
+    let mut places: BTreeSet<String> = BTreeSet::new();
+    for (path, input) in &corpus {
+        places.extend(bounded(target, input, &path.display().to_string()).places().iter().cloned());
+    }
+    for place in expected {
+        assert!(places.contains(*place), "{name}: no file of the corpus reaches {place:?}; it reaches {places:?}");
+    }
+    let (rounds, seed) = (setting("KVFERRY_FUZZ_ROUNDS", 40), setting("KVFERRY_FUZZ_SEED", 1));
+    let mut rng = Rng::new(seed);
+    for (path, input) in &corpus {
+        for round in 0..rounds {
+            let other = &corpus[rng.below(corpus.len())].1;
+            let near = mutate(input, other, target.is_text, &mut rng);
+            bounded(target, &near, &format!("neighbour {round} (seed {seed}) of {}", path.display()));
+        }
+    }
+}
+
+#[test]
+fn configurations() {
+    replay("config", &["model", "manifest", "Missing", "OutOfRange", "Syntax"]);
+}
+
+#[test]
+fn engine_descriptions() {
+    replay("describe", &["description", "manifest", "Manifest", "UnknownKey", "UnknownValue", "Contradiction"]);
+}
+
+#[test]
+fn layouts() {
+    let shapes = ["states", "compressed", "spans", "scratch rows", "kernel blocks", "chunks", "huge", "map"];
+    let faults = ["Layout", "Uncovered", "BlockTokens", "GroupsOfItem", "MixedGroup", "Divides", "OutOfRange"];
+    replay("layout", &[&shapes[..], &faults[..]].concat());
+}
+
+#[test]
+fn requests() {
+    let ways = ["staged at the source", "staged at the destination", "fewer descriptors", "states move", "full hit"];
+    let faults = ["NotHeld", "NoState", "BlockOutOfRange", "RepeatedBlock", "SharedBytes", "TooLong"];
+    replay("request", &[&ways[..], &faults[..]].concat());
+}
+
+#[test]
+fn frames() {
+    replay("wire", &["kind 1", "kind 17", "kind 64", "kind 80", "kind 84", "Body", "Meaning", "Trailing", "TooLong"]);
+}
+
+#[test]
+fn neighbours_are_repeatable_and_differ() {
+    let near = |seed| mutate(b"{\"a\": 12, \"b\": [3]}", b"other", true, &mut Rng::new(seed));
+    let all: BTreeSet<Vec<u8>> = (0..100).map(near).collect();
+    assert!(all.len() > 80, "{} of 100", all.len());
+    assert_eq!(near(5), near(5));
+    assert!((0..100).all(|seed| mutate(b"", b"", false, &mut Rng::new(seed)).len() <= 16));
+}
