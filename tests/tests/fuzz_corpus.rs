@@ -3,7 +3,12 @@
 //!
 //! `KVFERRY_FUZZ_ROUNDS` sets how many neighbours of each file are tried (default 40), `KVFERRY_FUZZ_SEED` which. An input that
 //! fails is written to the directory of temporary files, and its path is told.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test whose corpus can't be read has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test whose corpus can't be read has failed"
+)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -152,7 +157,7 @@ fn layouts() {
 #[test]
 fn requests() {
     let ways = ["staged at the source", "staged at the destination", "fewer descriptors", "states move", "full hit"];
-    let faults = ["NotHeld", "NoState", "BlockOutOfRange", "RepeatedBlock", "SharedBytes", "TooLong"];
+    let faults = ["NotHeld", "NoRoom", "NoState", "BlockOutOfRange", "RepeatedBlock", "SharedBytes", "TooLong"];
     replay("request", &[&ways[..], &faults[..]].concat());
 }
 
