@@ -274,6 +274,12 @@ impl Draft {
         (token, state)
     }
 
+    /// The same with a region for each item.
+    #[must_use]
+    pub fn apart(&self) -> Self {
+        Self { memory: Memory::Odd(Sharing::Apart), ..self.clone() }
+    }
+
     /// Whether groups share memory, so that no block id may be used by two of them.
     #[must_use]
     pub fn shares_blocks(&self) -> bool {
