@@ -67,3 +67,21 @@ fn groups_with_memory_of_their_own_share_nothing() {
     let m = manifest(false, |_| {});
     assert!((0..6).all(|b| m.sharing(GroupId::new(0), BlockId::new(b)).is_empty()));
 }
+
+#[test]
+fn items_one_behind_another_in_one_region_share_nothing() {
+    // The state begins where the attention's blocks end, then one byte before.
+    let apart = |offset: u64| {
+        manifest(true, |rank| {
+            if let Some(View::State(view)) = &mut rank.layout.views[1] {
+                view.offset = Bytes::new(offset);
+            }
+            rank.layout.regions[0].len = Bytes::new(1 << 16);
+        })
+    };
+    let m = apart(6 * 512);
+    assert!((0..6).all(|b| m.sharing(GroupId::new(0), BlockId::new(b)).is_empty()));
+    let m = apart(6 * 512 - 1);
+    let meets: Vec<u32> = (0..6).filter(|&b| !m.sharing(GroupId::new(0), BlockId::new(b)).is_empty()).collect();
+    assert_eq!(meets, [5]);
+}
