@@ -71,10 +71,13 @@ fn every_promised_shape_is_proven() {
 #[test]
 fn what_cannot_work_is_refused_before_anything_starts() {
     for (args, expected) in [
-        ("--prefill tp=2,dcp=2 --decode tp=2", "no rank holds heads [0, 4) of tokens [1, 2)"),
+        ("--prefill tp=2,dcp=2 --decode tp=2", "no rank holds heads or units [0, 4) of tokens [1, 2)"),
         ("--tokens 1000000 --requests 1000", "of memory, and the machine has"),
         ("--prefix-hit 3000", "--prefix-hit 3000 is more than --tokens 2048"),
-        ("--model nemotron-h-56b", "mamba2"),
+        (
+            "--prefill tp=2 --decode tp=4 --layers 2 --kv-dtype fp8_e4m3 --scales per-block=16",
+            "has one value for all heads of a rank, which can't be re-sharded",
+        ),
         ("--model no-such-model", "no-such-model"),
         ("--prefill tp=0", "tp"),
     ] {
