@@ -28,7 +28,7 @@ pub const MAX_PLACEMENTS: usize = 1 << 18;
 pub const MAX_CONTEXT: u32 = 1 << 10;
 
 /// A non-empty interval `[start, end)` of KV heads, or of the units of a state's part.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HeadRange {
     start: u32,
     end: u32,
@@ -69,6 +69,12 @@ impl HeadRange {
 impl fmt::Display for HeadRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "[{}, {})", self.start, self.end)
+    }
+}
+
+impl fmt::Debug for HeadRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
