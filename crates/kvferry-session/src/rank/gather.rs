@@ -95,7 +95,7 @@ impl RankSession {
             };
             let info = transport.peer(lane).map_err(|e| fault(Stage::Connect, e.to_string()))?;
             let place = |e| fault(Stage::Plan, format!("it says that it has gathered from byte {} on: {e}", at.get()));
-            steps.from_gathered((staging, at), cache, &info.lens()).map_err(place)
+            steps.wire_from_gathered((staging, at), cache, &info.lens()).map_err(place)
         };
         let Some(pull) = self.pulls.get_mut(&id) else { return };
         let next = pull.on_gathered(src, result, wire);

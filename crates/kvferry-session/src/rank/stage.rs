@@ -298,14 +298,14 @@ impl Steps {
     }
 
     /// The wire's step into its segment, proven to stay inside what is registered.
-    pub(super) fn into_segment(&self, cache: &LocalCache, peer: &[Bytes]) -> Result<Arc<BoundedBatch>, String> {
+    pub(super) fn wire_to_segment(&self, cache: &LocalCache, peer: &[Bytes]) -> Result<Arc<BoundedBatch>, String> {
         let segment = self.segment.as_ref().ok_or("it has no segment")?;
         self.wire(Side::Dst, (cache.staging_id(), segment.offset()), cache, peer)
     }
 
     /// The wire's step out of the staging memory of the producer's rank, where that says it has gathered; proven to stay inside
     /// what the rank has registered.
-    pub(super) fn from_gathered(
+    pub(super) fn wire_from_gathered(
         &self,
         at: (RegionId, Bytes),
         cache: &LocalCache,
@@ -355,4 +355,73 @@ fn bind(
     let faults =
         |all: Vec<kvferry_memory::PermuteError>| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     Permute::new(batch, from, to).map_err(faults)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::batch::{Nest, PairRun, Part};
+    use kvferry_transport::Transport;
+    use kvferry_transport::mem::MemNetwork;
+
+    use super::*;
+    use crate::testing;
+
+    /// `count` pages of one region to another.
+    fn batch(count: u32) -> Batch {
+        let base = Base { src_region: RegionId::ZERO, dst_region: RegionId::ZERO, src_offset: 0, dst_offset: 0 };
+        let part = Part {
+            src_add: 0,
+            dst_add: 0,
+            src_block_stride: 0,
+            dst_block_stride: 0,
+            src_step: 1,
+            dst_step: 1,
+            nest: Nest::run(u64::from(count) * ALIGN.get()),
+            pairs: vec![PairRun { src: 0, dst: 0, count: 1 }].into(),
+        };
+        Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }])
+    }
+
+    fn pages(n: u64) -> Bytes {
+        Bytes::new(n * ALIGN.get())
+    }
+
+    fn read(stager: &mut Stager, id: u64, n: u64) -> Got {
+        stager.acquire((PullId(id), RankId::new(0)), pages(n)).unwrap()
+    }
+
+    /// Reads wait for reads alone, and gathers for nobody; so no two requests can wait for each other.
+    #[test]
+    fn nobody_waits_for_a_gather() {
+        let network = MemNetwork::new(1);
+        let mut transport: Box<dyn Transport> = Box::new(network.endpoint().unwrap());
+        let manifest = testing::shape(1).2.swap_remove(0);
+        let regions = manifest.layout.regions.iter();
+        let regions: Vec<Region> =
+            regions.map(|r| Region::zeroed(usize::try_from(r.len.get()).unwrap()).unwrap()).collect();
+        assert!(regions[0].len() >= pages(1), "{}", regions[0].len());
+        let cache = LocalCache::register(&mut *transport, manifest, regions).unwrap();
+        let memory = Region::zeroed(usize::try_from(pages(4).get()).unwrap()).unwrap();
+        let cache = cache.with_staging(&mut *transport, memory).unwrap();
+        let mut stager = Stager::new(&cache, StagingConfig::default()).unwrap().unwrap();
+
+        let (gathered, _) = stager.gather(1, &batch(1), &cache).unwrap();
+        let Got::Segment(first) = read(&mut stager, 1, 3) else { panic!("there is room") };
+        // All is lent, to a gather among others: a read goes directly, and so does a gather.
+        assert!(matches!(read(&mut stager, 2, 1), Got::Busy));
+        assert!(stager.gather(2, &batch(1), &cache).unwrap_err().contains("in use"));
+        assert!(stager.gather(2, &batch(5), &cache).unwrap_err().contains("are more than"));
+        assert!(stager.release_gather(gathered).is_empty(), "nobody has waited");
+        // Only a read has some: another waits for it, and no gather comes between them.
+        assert!(matches!(read(&mut stager, 2, 2), Got::InLine));
+        assert!(stager.gather(3, &batch(1), &cache).unwrap_err().contains("in use"));
+        let granted = stager.release(first);
+        assert_eq!(granted.iter().map(|g| g.waiter).collect::<Vec<_>>(), [Waiter::Read(PullId(2), RankId::new(0))]);
+        assert_eq!(stager.lent(), pages(2));
+        // A gather that leaves the cache is refused, and lends nothing.
+        let mut outside = batch(1).sections().to_vec();
+        outside[0].bases = vec![Base { src_offset: u64::MAX / 2, ..outside[0].bases[0] }].into();
+        assert!(stager.gather(4, &Batch::new(outside), &cache).is_err());
+        assert_eq!(stager.lent(), pages(2));
+    }
 }

@@ -113,7 +113,7 @@ impl RankSession {
                     RankFault { stage, text, in_doubt: false, bad: Vec::new() }
                 };
                 let info = transport.peer(lane).map_err(|e| fault(Stage::Connect, e.to_string()))?;
-                steps.into_segment(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
+                steps.wire_to_segment(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
             };
             let next = match self.pulls.get_mut(&id) {
                 Some(pull) => pull.on_segment(src, segment, wire),
