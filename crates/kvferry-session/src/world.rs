@@ -60,6 +60,9 @@ pub(crate) struct Engine {
     pub(crate) permutes: bool,
 }
 
+/// How a message is changed on its way.
+pub(crate) type Heard = fn(PeerMessage) -> PeerMessage;
+
 pub(crate) struct World {
     pub(crate) p: Engine,
     pub(crate) d: Engine,
@@ -68,7 +71,7 @@ pub(crate) struct World {
     pub(crate) now: Duration,
     leases: u128,
     /// What the producer's owner says, as the consumer's hears it.
-    pub(crate) heard: fn(PeerMessage) -> PeerMessage,
+    pub(crate) heard: Heard,
 }
 
 fn frame(bytes: &[u8]) -> Frame {

@@ -220,7 +220,7 @@ fn is_fine(failed: &Failed) -> bool {
 /// Wrong places are found before anything is posted, where they leave what the rank has registered, and by comparing where not.
 #[test]
 fn a_producer_that_lies_about_the_place_harms_its_own_request_only() {
-    let lies: [(fn(PeerMessage) -> PeerMessage, Stage); 4] = [
+    let lies: [(Heard, Stage); 4] = [
         (|m| moved(m, |_| POOL as u64), Stage::Plan),
         (|m| moved(m, |_| POOL as u64 - 1), Stage::Plan),
         (|m| moved(m, |_| u64::MAX), Stage::Plan),
