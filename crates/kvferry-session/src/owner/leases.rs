@@ -43,7 +43,7 @@ struct Ticket {
     dst: RankId,
 }
 
-/// The most orders that one link may have open: one of each kind for each lease and pair of ranks at most.
+/// The most orders of a kind that one link may have open: one for each lease and pair of ranks at most.
 const MAX_TICKETS: usize = 1 << 14;
 
 #[derive(Debug, Default)]
@@ -53,8 +53,8 @@ pub(super) struct Leases {
     tickets: BTreeMap<u64, Ticket>,
     /// The tickets by lease, source, destination and what is asked for: one question is open for each at most.
     asked: BTreeMap<(LeaseId, RankId, RankId, Ask), u64>,
-    /// How many tickets each link has.
-    counts: BTreeMap<LinkId, usize>,
+    /// How many tickets of a kind each link has: gathers last longer than digests, and must not be in their way.
+    counts: BTreeMap<(LinkId, Ask), usize>,
 }
 
 impl Leases {
@@ -87,7 +87,7 @@ impl Leases {
     fn add_ticket(&mut self, ticket: Ticket) -> u64 {
         self.last_ticket += 1;
         self.asked.insert((ticket.fence.lease, ticket.src, ticket.dst, ticket.ask), self.last_ticket);
-        *self.counts.entry(ticket.link).or_default() += 1;
+        *self.counts.entry((ticket.link, ticket.ask)).or_default() += 1;
         self.tickets.insert(self.last_ticket, ticket);
         self.last_ticket
     }
@@ -95,10 +95,10 @@ impl Leases {
     fn remove_ticket(&mut self, id: u64) -> Option<Ticket> {
         let ticket = self.tickets.remove(&id)?;
         self.asked.remove(&(ticket.fence.lease, ticket.src, ticket.dst, ticket.ask));
-        if let Some(count) = self.counts.get_mut(&ticket.link) {
+        if let Some(count) = self.counts.get_mut(&(ticket.link, ticket.ask)) {
             *count -= 1;
             if *count == 0 {
-                self.counts.remove(&ticket.link);
+                self.counts.remove(&(ticket.link, ticket.ask));
             }
         }
         Some(ticket)
@@ -251,7 +251,7 @@ impl OwnerSession {
         let bound = self.leases.bound(&asked.fence, link).ok_or("the lease is not bound by this peer")?;
         let peer = self.links.peer(link).ok_or("the link is not established")?.clone();
         let (salt, peer_map) = (bound.salt(), bound.peer_map());
-        if self.leases.counts.get(&link).is_some_and(|n| *n >= MAX_TICKETS) {
+        if self.leases.counts.get(&(link, asked.ask)).is_some_and(|n| *n >= MAX_TICKETS) {
             let what = if asked.ask == Ask::Digest { "digests" } else { "gathers" };
             return Err(format!("too many {what} are asked for at a time"));
         }
