@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    let _ = kvferry_fuzz::wire::run(data);
+    drop(kvferry_fuzz::wire::run(data));
 });

@@ -1,5 +1,5 @@
 //! The planner against the oracle: random requests between random engines, every byte of memory compared.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test")]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "a test")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -80,12 +80,11 @@ impl Shape {
         let rank =
             |placement| RankManifest { layout: self.style.build(&spec, &placement, &tables).unwrap(), placement };
         let ranks = placed.into_iter().map(rank).collect();
-        let group = |(i, (items, g)): (usize, (&Vec<ItemId>, &(Vec<Item>, u32)))| CacheGroup {
-            name: format!("g{i}").as_str().into(),
-            items: items.clone(),
-            block_tokens: Tokens::new(u64::from(g.1)),
-        };
-        let groups = members.iter().zip(&self.groups).enumerate().map(group).collect();
+        let mut groups = Vec::new();
+        for (items, (_, block)) in members.into_iter().zip(&self.groups) {
+            let name = format!("g{}", groups.len()).as_str().into();
+            groups.push(CacheGroup { name, items, block_tokens: Tokens::new(u64::from(*block)) });
+        }
         (spec, groups, ranks)
     }
 

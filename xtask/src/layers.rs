@@ -26,13 +26,13 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-shm", &["kvferry-geometry", "kvferry-transport", "kvferry-memory"]),
     ("kvferry-session", &["kvferry-geometry", "kvferry-proto", "kvferry-transport", "kvferry-memory"]),
     ("kvferry", &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
+    ("kvferry-oracle", &["kvferry-geometry"]),
+    (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
     // Applications take the facade and the backends they want.
     (
         "xtask",
         &[GEOMETRY, MODELS, "kvferry-transport", "kvferry-memory", "kvferry-shm", "kvferry-session", "kvferry", GOLDEN],
     ),
-    ("kvferry-oracle", &["kvferry-geometry"]),
-    (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
     (FUZZ, &[GEOMETRY, MODELS, "kvferry-proto"]),
     ("kvferry-tests", EVERYTHING),
     ("kvferry-benches", EVERYTHING),

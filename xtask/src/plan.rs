@@ -491,6 +491,13 @@ mod tests {
         assert_eq!((&pair["source"], &pair["destination"]), (&json!(0), &json!(0)));
         // K and V of one head of one token, in 16 layers and 2 heads: HND against NHD.
         assert_eq!((&pair["largest_descriptor"], &pair["descriptors_after"]), (&json!(512), &json!(1964 * 16 * 2)));
+        // So much permuting is cheaper than so many descriptors.
+        assert_eq!(
+            (&pair["ways"]["best"], &pair["ways"]["direct"]["descriptors"]),
+            (&json!("destination"), &json!(1964 * 16 * 2))
+        );
+        let sums = &value["totals"]["ways"];
+        assert_eq!((&sums["best_for_pairs"]["destination"], sums.get("why")), (&json!(8), None));
         // Nothing can be joined: before coalescing they are the same.
         assert_eq!(pair["descriptors_before"], 1964 * 16 * 2);
         let class = &pair["classes"][0];
@@ -542,6 +549,29 @@ mod tests {
         assert!(report(&a).unwrap().0.contains("P 7 -> D 7, class 1 of 1"));
         a.pair = Some((0, 7));
         assert!(report(&a).unwrap_err().to_string().contains("rank 7 reads nothing from rank 0"));
+    }
+
+    #[test]
+    fn states_move_whatever_is_cached() {
+        let mut a = args("hybrid-prefill.toml", "hybrid-decode.toml", 2048);
+        a.prefix_hit = 2048;
+        let value = json_of(&a);
+        let moved = value["request"]["moved"].as_array().unwrap();
+        let states = moved.iter().filter(|m| m["retention"] == Value::Null);
+        assert!(states.clone().all(|m| m["states"][0]["position"] == 2048) && states.count() == 4);
+        // B and C have 8 groups, and 16 ranks read them: each of these parts is read twice.
+        let twice = 23 * 2 * 8 * 128 * 3 * 2;
+        assert_eq!(value["totals"]["bytes"], 49_082_368 + twice);
+        let class = &value["pairs"][0]["classes"][0];
+        assert_eq!(
+            (&class["kind"], &class["heads"], &class["entry_tokens"]),
+            (&json!("state"), &Value::Null, &json!(1))
+        );
+        assert_eq!(class["parts"][3], json!({"name": "temporal", "units": [0, 4]}));
+        a.engines.json = false;
+        let (text, _) = report(&a).unwrap();
+        assert!(text.contains("the state after 2,048 tokens moves from slot"), "{text}");
+        assert!(text.contains("states with units of conv.x [0, 256), conv.b [0, 128)"), "{text}");
     }
 
     #[test]

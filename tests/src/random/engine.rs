@@ -274,6 +274,12 @@ impl Draft {
         (token, state)
     }
 
+    /// The same with a region for each item.
+    #[must_use]
+    pub fn apart(&self) -> Self {
+        Self { memory: Memory::Odd(Sharing::Apart), ..self.clone() }
+    }
+
     /// Whether groups share memory, so that no block id may be used by two of them.
     #[must_use]
     pub fn shares_blocks(&self) -> bool {
@@ -546,7 +552,7 @@ fn random_style(c: &mut Choices, draft: &Draft) -> LayoutStyle {
     let sizes: BTreeSet<u32> = pages().map(|p| p.block_tokens).filter(|&b| b > 0).collect();
     let items: Vec<ItemId> = draft.spec.iter().map(|(id, _)| id).collect();
     let grain = small(grain_of(&draft.spec, &items));
-    let fits = |k: &u32| k % grain == 0 && sizes.iter().all(|s| s % k == 0);
+    let fits = |k: &u32| k.is_multiple_of(grain) && sizes.iter().all(|s| s % k == 0);
     let common: Vec<u32> = (1..=24).filter(fits).collect();
     let kernel_block = if c.chance(35) && !common.is_empty() { Some(c.pick(&common)) } else { None };
     let state_order = c.pick(&[StateOrder::UnitsOuter, StateOrder::RowsOuter]);

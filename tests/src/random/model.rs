@@ -58,7 +58,7 @@ pub fn random_model(c: &mut Choices) -> Model {
 }
 
 fn other_retention(c: &mut Choices, ring: Retention) -> Retention {
-    let tokens = Tokens::new(c.within(1, 70));
+    let tokens = Tokens::new(if c.chance(40) { c.within(1, 5) } else { c.within(1, 70) });
     match c.below(12) {
         0..=4 => Retention::Full,
         5..=7 => Retention::Window(tokens),
@@ -89,14 +89,15 @@ fn random_paged(c: &mut Choices, family: &Family) -> PagedItem {
         components.push(Component::new(name, width, "bf16"));
     }
     let divisors = |of: u64| (1..=of).filter(|d| of.is_multiple_of(*d)).collect::<Vec<u64>>();
-    let tokens_per_entry = if c.chance(45) { c.pick(&divisors(family.grain)) } else { 1 };
+    let tokens_per_entry = if c.chance(50) { c.pick(&divisors(family.grain)) } else { 1 };
     if c.chance(family.scales) {
         // In a ring the place of a value that spans entries would be shared by its oldest and its newest tokens.
         let spans =
             if matches!(retention, Retention::Ring(_)) { vec![1] } else { divisors(family.grain / tokens_per_entry) };
         for of in &names[..count] {
             let width = c.pick(&[1, 2, 4]);
-            let scale = Component::new(&format!("{of}.scale"), width, "fp32").with_span(small(c.pick(&spans)));
+            let span = if c.chance(50) { spans[spans.len() - 1] } else { c.pick(&spans) };
+            let scale = Component::new(&format!("{of}.scale"), width, "fp32").with_span(small(span));
             components.push(if c.chance(30) { scale.shared() } else { scale });
         }
     }

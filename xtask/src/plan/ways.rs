@@ -196,7 +196,8 @@ impl Sum {
     pub(super) fn json(&self) -> Value {
         let mut value = json(&self.all);
         if let Some(map) = value.as_object_mut() {
-            map.insert("best".into(), Value::Null);
+            map.remove("best");
+            map.remove("why");
             map.insert("best_ns".into(), json!(self.best_ns));
             let [direct, destination, source] = self.best;
             let counts = json!({"direct": direct, "destination": destination, "source": source});

@@ -8,8 +8,8 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::RangeInclusive;
 
-use super::CacheLayout;
 use super::overlap::{self, Extent};
+use super::{CacheLayout, View};
 use crate::placement::RankPlacement;
 use crate::spec::ModelSpec;
 use crate::units::{BlockId, GroupId, RegionId};
@@ -75,13 +75,20 @@ impl Collector {
             if items.iter().all(|&i| group_of[i] == first) {
                 continue;
             }
-            let mut tracks: Vec<Track> = Vec::new();
+            let mut spans: Vec<Span> = Vec::new();
             for i in items {
                 let (Some(p), Some(view), Some(item)) = (&placement[i], &layout.views[i], spec.items().get(i)) else {
                     continue;
                 };
-                for extent in overlap::extents(item, p, view) {
-                    tracks_of(group_of[i], view.stride().get().into(), view.blocks(), &extent, &mut tracks)?;
+                let extents = overlap::extents(item, p, view);
+                let start = extents.iter().map(Extent::start).min().unwrap_or(0);
+                let end = extents.iter().map(Extent::end).max().unwrap_or(0);
+                spans.push(Span { start, end, group: group_of[i], view, extents });
+            }
+            let mut tracks: Vec<Track> = Vec::new();
+            for span in meeting(spans) {
+                for extent in &span.extents {
+                    tracks_of(span.group, span.view.stride().get().into(), span.view.blocks(), extent, &mut tracks)?;
                 }
             }
             let tracks = joined(tracks);
@@ -191,6 +198,46 @@ impl Relation {
         let id = |n: i128| Some(BlockId::new(u32::try_from(n).ok()?));
         if low <= high { Some(id(low)?..=id(high)?) } else { None }
     }
+}
+
+/// One item of a region, from its first byte to its last.
+struct Span<'a> {
+    start: u128,
+    end: u128,
+    group: GroupId,
+    view: &'a View,
+    extents: Vec<Extent>,
+}
+
+/// Those that reach into an item of another group: items that lie one behind another share nothing.
+fn meeting(mut spans: Vec<Span<'_>>) -> Vec<Span<'_>> {
+    spans.sort_by_key(|s| s.start);
+    let mut meets = vec![false; spans.len()];
+    // Forwards: the furthest ends so far, of one group and of any other.
+    let mut far = [(0u128, None); 2];
+    for (s, meets) in spans.iter().zip(&mut meets) {
+        *meets = far.iter().any(|(end, group)| *group != Some(s.group) && *end > s.start);
+        if far[0].1 == Some(s.group) {
+            far[0].0 = far[0].0.max(s.end);
+        } else if s.end > far[0].0 {
+            far = [(s.end, Some(s.group)), far[0]];
+        } else if s.end > far[1].0 {
+            far[1] = (s.end, Some(s.group));
+        }
+    }
+    // Backwards: the nearest start, of one group and of any other.
+    let mut near = [(u128::MAX, None); 2];
+    for (s, meets) in spans.iter().zip(&mut meets).rev() {
+        *meets |= near.iter().any(|(start, group)| *group != Some(s.group) && *start < s.end);
+        near = if near[0].1 == Some(s.group) {
+            [(s.start, Some(s.group)), near[1]]
+        } else {
+            [(s.start, Some(s.group)), near[0]]
+        };
+    }
+    let mut kept = meets.into_iter();
+    spans.retain(|_| kept.next().unwrap_or(true));
+    spans
 }
 
 /// What a block covers of an extent: loops that step over whole blocks (heads outside blocks, say) are taken apart, and what

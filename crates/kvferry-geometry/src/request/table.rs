@@ -5,6 +5,9 @@ use alloc::vec::Vec;
 
 use crate::units::{BlockId, TokenRange, Tokens};
 
+/// The most blocks that a map is made of for a short list: a mebibyte.
+const LARGEST_MAP: u32 = 1 << 23;
+
 /// Consecutive table positions with consecutive block ids.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Stretch {
@@ -151,8 +154,8 @@ impl BlockTable {
             Ids::List(list) => {
                 let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(list.len());
                 let listed = &list[fits(from)..fits(to)];
-                // A map of all blocks may be much longer than the list.
-                if (listed.len() as u64).saturating_mul(64) < u64::from(blocks) {
+                // A map of all blocks is quick, but a peer may claim that it has very many.
+                if blocks > LARGEST_MAP && (listed.len() as u64).saturating_mul(64) < u64::from(blocks) {
                     let mut sorted = listed.to_vec();
                     sorted.sort_unstable();
                     return sorted.windows(2).find(|w| w[0] == w[1]).map(|w| w[0]);
