@@ -46,6 +46,7 @@ fn every_promised_shape_is_proven() {
         (format!("{llama} --prefill-layout packed-rows --decode-layout planes"), kv),
         (format!("{llama} --prefix-hit 37"), kv / 200 * (200 - 37)),
         (format!("{llama} --transport mem"), kv),
+        (format!("{llama} --prefill tp=2 --decode tp=4 --prefill-layout nhd --pool 8MiB --way source"), kv),
         // Four heads on eight ranks: each is held twice and read once.
         ("--model qwen3-235b-a22b --layers 2 --tokens 100 --prefill tp=8 --decode tp=4".into(), 2 * 100 * 2 * 2048),
         (

@@ -53,14 +53,21 @@ impl fmt::Display for Versions {
     }
 }
 
-/// Optional abilities, one bit each; what both sides have may be used. None is defined yet, and unknown bits are
-/// ignored.
+/// Optional abilities, one bit each; what both sides have may be used. Unknown bits are ignored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Abilities(pub u64);
 
 impl Abilities {
+    /// Answers [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather).
+    pub const GATHER: Self = Self(1);
     /// What this crate can do.
-    pub const OURS: Self = Self(0);
+    pub const OURS: Self = Self::GATHER;
+
+    /// Whether all of the other's bits are among these.
+    #[must_use]
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
 
     /// What both can do.
     #[must_use]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
-use kvferry_geometry::units::{RankId, Tokens};
+use kvferry_geometry::units::{Bytes, RankId, Tokens};
 
 use crate::handshake::Hello;
 use crate::names::{ContentKey, Epoch, Fence};
@@ -34,6 +34,11 @@ pub enum PeerMessage {
     RunDigest(RunDigest),
     /// The answer.
     RunDigestAnswer(RunDigestAnswer),
+    /// Consumer to producer: gather these of your bytes in staging memory. Only for a peer with
+    /// [`Abilities::GATHER`](crate::handshake::Abilities::GATHER).
+    Gather(Gather),
+    /// The answer.
+    GatherAnswer(GatherAnswer),
 }
 
 /// May I read this lease?
@@ -216,4 +221,35 @@ pub struct RunDigestAnswer {
     pub dst: RankId,
     /// The digests.
     pub pieces: Result<Vec<PieceDigest>, String>,
+}
+
+/// Gather what one of my ranks reads from one of yours, in the order in which it lies at my rank.
+///
+/// The staging memory of a rank is the region after those of its manifest. What was gathered stays there until the lease is
+/// closed. A wish, not a claim: whoever refuses is read from directly.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Gather {
+    /// The lease; bound by the asker.
+    pub fence: Fence,
+    /// The producer's rank.
+    pub src: RankId,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// Length of the sequence, as in the consumer's request.
+    pub tokens: Tokens,
+    /// The consumer's blocks and what it had cached, as in its request.
+    pub groups: Vec<DstGroup>,
+}
+
+/// The answer: where the bytes begin in the rank's staging memory, or why they are not there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct GatherAnswer {
+    /// The lease.
+    pub fence: Fence,
+    /// The producer's rank.
+    pub src: RankId,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// The offset. The asker proves for itself that the bytes lie inside what the rank has registered.
+    pub result: Result<Bytes, String>,
 }

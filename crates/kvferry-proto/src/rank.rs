@@ -89,6 +89,19 @@ pub struct DigestOrder {
     pub windows: Vec<Window>,
 }
 
+/// Gather in staging memory what a peer's rank reads from this rank, in the order in which it lies there.
+#[derive(Clone, PartialEq, Debug)]
+pub struct GatherOrder {
+    /// Names the order in its answer and in its end.
+    pub ticket: u64,
+    /// For whom.
+    pub pairing: Pairing,
+    /// The consumer's rank.
+    pub dst: RankId,
+    /// Both sides' blocks.
+    pub request: Request,
+}
+
 /// One message from an owner to a rank.
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
@@ -117,6 +130,19 @@ pub enum ToRank {
         src: RankId,
         /// The pieces in order, or why there are none.
         pieces: Result<Vec<PieceDigest>, String>,
+    },
+    /// Gather.
+    Gather(GatherOrder),
+    /// Nobody reads any more what this ticket gathered, or waits for it; no answer is needed.
+    GatherEnd(u64),
+    /// The answer to [`FromRank::GatherWanted`].
+    GatherAnswer {
+        /// The request.
+        pull: PullId,
+        /// The producer's rank.
+        src: RankId,
+        /// Where the bytes begin in the staging memory of the producer's rank, or why they are not there.
+        result: Result<Bytes, String>,
     },
 }
 
@@ -264,5 +290,19 @@ pub enum FromRank {
         ticket: u64,
         /// The pieces in order, or why there are none.
         pieces: Result<Vec<PieceDigest>, String>,
+    },
+    /// The rank would like a producer's rank to gather what it reads from it. Whoever can't says so, and it reads directly.
+    GatherWanted {
+        /// The request.
+        pull: PullId,
+        /// The producer's rank.
+        src: RankId,
+    },
+    /// The answer to a gather order.
+    Gathered {
+        /// The order.
+        ticket: u64,
+        /// Where the bytes begin in the rank's staging memory, or why they are not there.
+        result: Result<Bytes, String>,
     },
 }

@@ -4,8 +4,8 @@
 //! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
 //! to other ranks are connected when first needed and kept until the owner forgets the engine.
 //!
-//! Reads may be staged: then the session's driver also does the local permutations that [`RankSession::next_work`] gives, on
-//! whatever thread it likes, and says [`RankSession::work_done`].
+//! Reads may be staged, here or at their source: then the session's driver also does the local permutations that
+//! [`RankSession::next_work`] gives, on whatever thread it likes, and says [`RankSession::work_done`].
 //!
 //! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Digests and
 //! comparisons are done a slice at a time, for each engine that waits in turn; planning, zeroing a request's tail and connecting
@@ -16,16 +16,16 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::batch::Side;
+use kvferry_geometry::batch::{BoundedBatch, Side};
 use kvferry_geometry::digest::Digest;
-use kvferry_geometry::request::BoundRequest;
-use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_geometry::request::{BoundRequest, Request};
+use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_geometry::zero::ZeroPlan;
 use kvferry_proto::manifest::{EngineManifest, RankJoin};
 use kvferry_proto::names::{EngineId, Epoch};
-use kvferry_proto::rank::{DigestOrder, FromRank, PullId, PullOrder, RankFault, Stage, ToRank};
+use kvferry_proto::rank::{DigestOrder, FromRank, Pairing, PullId, PullOrder, RankFault, Stage, ToRank};
 use kvferry_transport::{
-    ConnectError, Event, OpId, OpKind, Outcome, PeerId, Region, Submission, SubmitError, Transport,
+    ConnectError, Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, Transport,
 };
 
 use crate::bind::bind_read;
@@ -34,6 +34,7 @@ use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
 
 mod compare;
+mod gather;
 mod pull;
 mod stage;
 mod staged;
@@ -182,6 +183,9 @@ impl RankSession {
                     self.go_on(pull, next);
                 }
             }
+            ToRank::Gather(order) => self.start_gather(order),
+            ToRank::GatherEnd(ticket) => self.end_gather(ticket),
+            ToRank::GatherAnswer { pull, src, result } => self.on_gather_answer(pull, src, result),
             // A newer owner's message: nothing here waits for it.
             _ => {}
         }
@@ -257,6 +261,7 @@ impl RankSession {
             Ok(pull) => {
                 self.pulls.insert(order.pull, pull);
                 self.acquire(order.pull);
+                self.ask_to_gather(order.pull);
                 self.post(order.pull);
             }
             Err(fault) => self.out.push_back(FromRank::Pulled { pull: order.pull, result: Err(fault) }),
@@ -295,10 +300,11 @@ impl RankSession {
                 let lane = self.lane(pairing.peer, src, &peer)?;
                 let info =
                     self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
-                let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch));
+                let theirs = staging_of(&peer, src, &info);
+                let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch, theirs));
                 let batch = bind_read(batch, &info, &self.cache).map_err(unbound)?;
                 match steps {
-                    Some(steps) => Source::staged(lane, batch, before, steps),
+                    Some(steps) => Source::staged(lane, batch, before, steps, theirs.0),
                     None => Source::direct(lane, batch, before),
                 }
             };
@@ -416,19 +422,23 @@ impl RankSession {
     }
 
     fn plan_digest(&mut self, order: DigestOrder) -> Result<RunDigester, String> {
+        let batch = self.served(order.pairing, order.dst, order.request)?;
+        RunDigester::new(batch, Side::Src, order.windows).map_err(|e| e.to_string())
+    }
+
+    /// The batch by which a peer's rank reads from this one.
+    fn served(&mut self, pairing: Pairing, dst: RankId, request: Request) -> Result<Arc<BoundedBatch>, String> {
         let Standing::Member(engine) = &self.standing else { return Err("the engine is not complete".into()) };
-        let pairing = order.pairing;
         let known = self.peers.get_mut(&pairing.peer).ok_or("the order names an unknown engine")?;
         let peer = known.manifest.cache().clone();
         let text = |e: &dyn std::fmt::Display| e.to_string();
         let direction = known.acquaintance.serving(engine.cache(), &peer, pairing.compat).map_err(|e| text(&e))?;
         direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| text(&e))?;
-        let request = BoundRequest::new(direction.compatible(), order.request).map_err(|e| text(&e))?;
-        let plan = direction.plan(pairing.options, self.who.rank, order.dst).map_err(|e| text(&e))?;
+        let request = BoundRequest::new(direction.compatible(), request).map_err(|e| text(&e))?;
+        let plan = direction.plan(pairing.options, self.who.rank, dst).map_err(|e| text(&e))?;
         let batch = plan.resolve(&request).map_err(|e| text(&e))?;
-        let bounded = batch.check(&self.cache.lens(), &peer.region_lens(order.dst));
-        let batch = Arc::new(bounded.map_err(|e| text(&e))?);
-        RunDigester::new(batch, Side::Src, order.windows).map_err(|e| text(&e))
+        let bounded = batch.check(&self.cache.lens(), &peer.region_lens(dst));
+        Ok(Arc::new(bounded.map_err(|e| text(&e))?))
     }
 
     /// One slice of what peers asked for.
@@ -470,6 +480,14 @@ impl RankSession {
             }
         }
     }
+}
+
+/// The id and length of the staging memory of a peer's rank: the region after those of its manifest, if it has registered one.
+fn staging_of(peer: &EngineManifest, rank: RankId, info: &PeerInfo) -> (RegionId, Bytes) {
+    let lens = info.lens();
+    let after = peer.cache().region_lens(rank).len();
+    let id = RegionId::new(u32::try_from(after).unwrap_or(u32::MAX));
+    (id, lens.get(after).copied().unwrap_or(Bytes::ZERO))
 }
 
 /// Zeroes what lies beyond the moved tokens; gives how many bytes.

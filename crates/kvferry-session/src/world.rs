@@ -24,6 +24,7 @@ use crate::owner::{Effect, LinkId, OwnerConfig, OwnerSession, PullWish, RankLink
 use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
 use crate::{Delivered, Failed, LocalCache};
 
+mod gather;
 mod tests;
 
 /// What an engine is.
@@ -59,6 +60,9 @@ pub(crate) struct Engine {
     pub(crate) permutes: bool,
 }
 
+/// How a message is changed on its way.
+pub(crate) type Heard = fn(PeerMessage) -> PeerMessage;
+
 pub(crate) struct World {
     pub(crate) p: Engine,
     pub(crate) d: Engine,
@@ -66,6 +70,8 @@ pub(crate) struct World {
     link: Option<(LinkId, LinkId)>,
     pub(crate) now: Duration,
     leases: u128,
+    /// What the producer's owner says, as the consumer's hears it.
+    pub(crate) heard: Heard,
 }
 
 fn frame(bytes: &[u8]) -> Frame {
@@ -306,7 +312,7 @@ impl World {
     pub(crate) fn new(p: Shape, d: Shape) -> Self {
         let network = MemNetwork::new(5);
         let (p, d) = (Engine::new("p", &network, p), Engine::new("d", &network, d));
-        let mut world = Self { p, d, link: None, now: Duration::ZERO, leases: 0 };
+        let mut world = Self { p, d, link: None, now: Duration::ZERO, leases: 0, heard: |m| m };
         world.run(3);
         assert!(world.p.owner.manifest().is_some() && world.d.owner.manifest().is_some());
         world
@@ -328,7 +334,7 @@ impl World {
                     self.p.owner.peer_message(theirs, wire::decode_peer(&frame(&bytes)).unwrap(), self.now);
                 }
                 for m in std::mem::take(&mut self.p.said) {
-                    let bytes = wire::encode_peer(&m).unwrap();
+                    let bytes = wire::encode_peer(&(self.heard)(m)).unwrap();
                     self.d.owner.peer_message(ours, wire::decode_peer(&frame(&bytes)).unwrap(), self.now);
                 }
             }

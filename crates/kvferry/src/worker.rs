@@ -95,16 +95,17 @@ pub struct WorkerBuilder {
     staging: StagingOptions,
 }
 
-/// How a worker stages what its rank reads; see [`WorkerBuilder::staging`].
+/// How a worker stages what its rank reads, and what others read from it; see [`WorkerBuilder::staging`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StagingOptions {
-    /// Bytes of staging memory that the worker makes and registers; 0: it never stages.
+    /// Bytes of staging memory that the worker makes and registers: for what the rank reads, and to gather what other engines'
+    /// ranks read from it. 0: there is none, and reads are staged at their source at most.
     pub pool: Bytes,
     /// Which reads are staged: those for which it is cheaper, by default.
     pub way: Way,
     /// What the ways cost.
     pub cost: CostModel,
-    /// Threads that permute what was staged into place, at least one. By default half of the processors that there are, 4 at most.
+    /// Threads that permute what was staged into place, or gather, at least one. By default half of the processors that there are, 4 at most.
     pub threads: usize,
 }
 
@@ -129,8 +130,8 @@ impl WorkerBuilder {
         self
     }
 
-    /// Lets reads be staged: few large moves into staging memory, then a local permutation on threads of the worker's own. The
-    /// default is never to stage.
+    /// Lets reads be staged: few large moves into staging memory, then a local permutation on threads of the worker's own; or a
+    /// permutation at the producer's worker, if that has staging memory, then few large moves. The default has no memory for it.
     #[must_use]
     pub fn staging(mut self, options: StagingOptions) -> Self {
         self.staging = options;

@@ -1,4 +1,4 @@
-//! Two engines of this process whose decode ranks stage what they read: the same bytes, permuted on threads of the workers.
+//! Two engines of this process that stage what is read, at either end: the same bytes, permuted on threads of the workers.
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 use std::time::Duration;
@@ -97,6 +97,26 @@ fn table(ids: &[u32]) -> BlockTable {
 
 #[tokio::test]
 async fn workers_permute_what_they_have_staged() {
+    // Room for one source's share of one request at a time.
+    let options = StagingOptions { pool: Bytes::new(60 << 10), way: Way::Destination, ..StagingOptions::default() };
+    let places = staged(StagingOptions::default(), options).await;
+    assert!(places.iter().all(|p| *p == Place::Destination), "{places:?}");
+}
+
+#[tokio::test]
+async fn workers_gather_what_others_read() {
+    let consumer = StagingOptions { way: Way::Source, ..StagingOptions::default() };
+    // Room for all, for one at a time, and for none.
+    for (pool, gathered) in [(1 << 20, 12..13), (60 << 10, 2..13), (4 << 10, 0..1)] {
+        let places = staged(StagingOptions { pool: Bytes::new(pool), ..StagingOptions::default() }, consumer).await;
+        assert!(places.iter().all(|p| *p != Place::Destination), "{places:?}");
+        let count = places.iter().filter(|p| **p == Place::Source).count();
+        assert!(gathered.contains(&count), "{count} of {} with a pool of {pool}", places.len());
+    }
+}
+
+/// Six requests at a time from two ranks to one, each of which is delivered; gives where their pairs were staged.
+async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place> {
     let network = MemNetwork::new(11);
     let (p, d) = (engine(2, LayoutStyle::HND), engine(1, LayoutStyle::NHD));
     let owner = |id, e: &Engine, ranks| {
@@ -105,10 +125,8 @@ async fn workers_permute_what_they_have_staged() {
             .start()
     };
     let (po, d_owner) = (owner("p", &p, 2).await.unwrap(), owner("d", &d, 1).await.unwrap());
-    // Room for one source's share of one request at a time.
-    let options = StagingOptions { pool: Bytes::new(60 << 10), way: Way::Destination, ..StagingOptions::default() };
-    let mut handles = workers("p", &po, &p, &network, StagingOptions::default());
-    handles.extend(workers("d", &d_owner, &d, &network, options));
+    let mut handles = workers("p", &po, &p, &network, producer);
+    handles.extend(workers("d", &d_owner, &d, &network, consumer));
     po.ready(SOON).await.unwrap();
     d_owner.ready(SOON).await.unwrap();
 
@@ -130,9 +148,10 @@ async fn workers_permute_what_they_have_staged() {
         };
         pulls.push(d_owner.pull(reference, spec).await.unwrap());
     }
+    let mut places = Vec::new();
     for (salt, (pull, (_, dst))) in (0u64..).zip(pulls.into_iter().zip(&requests)) {
         let delivered = pull.await.unwrap();
-        assert!(delivered.report().pairs.iter().all(|p| p.place == Place::Destination));
+        places.extend(delivered.report().pairs.iter().map(|p| p.place));
         assert_eq!(delivered.report().bytes(), Bytes::new(N * 2 * 8 * 64));
         assert_eq!(delivered.report().groups[0].complete, (0, 6));
         d.each(dst, |region, at, number| {
@@ -147,6 +166,7 @@ async fn workers_permute_what_they_have_staged() {
     for handle in handles {
         handle.join().unwrap();
     }
+    places
 }
 
 #[tokio::test]
@@ -155,14 +175,15 @@ async fn a_worker_that_cannot_stage_says_so() {
     let e = engine(1, LayoutStyle::HND);
     let owner =
         Owner::builder(EngineId::new("e").unwrap(), e.spec.clone(), vec![e.group.clone()], 1).start().await.unwrap();
-    for (way, pool, text) in
-        [(Way::Source, 1 << 20, "message for it"), (Way::Destination, 0, "give it at least 4096 B")]
-    {
-        let options = StagingOptions { way, pool: Bytes::new(pool), ..StagingOptions::default() };
+    for pool in [0, 100] {
+        let options = StagingOptions { way: Way::Destination, pool: Bytes::new(pool), ..StagingOptions::default() };
         let transport = Box::new(network.endpoint().unwrap());
         let (id, rank) = (EngineId::new("e").unwrap(), RankId::new(0));
         let worker = Worker::builder(id, rank, owner.rank_socket(), e.ranks[0].clone(), e.memory[0].clone(), transport);
         let error = worker.staging(options).connect().unwrap_err();
-        assert!(matches!(&error, WorkerError::Staging(_)) && error.to_string().contains(text), "{error}");
+        assert!(
+            matches!(&error, WorkerError::Staging(_)) && error.to_string().contains("give it at least 4096 B"),
+            "{error}"
+        );
     }
 }

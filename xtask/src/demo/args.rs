@@ -37,6 +37,8 @@ pub(crate) enum Way {
     Direct,
     /// Staged at the destination and permuted there.
     Destination,
+    /// Gathered at the source.
+    Source,
 }
 
 impl Way {
@@ -45,6 +47,7 @@ impl Way {
             Self::Auto => "auto",
             Self::Direct => "direct",
             Self::Destination => "destination",
+            Self::Source => "source",
         }
     }
 }
@@ -97,7 +100,7 @@ pub(crate) struct Args {
     /// Spread what a rank reads over all ranks that hold it equally
     #[arg(long)]
     pub(crate) stripe: bool,
-    /// Staging memory of each decode rank, for example 64MiB; 0 for none
+    /// Staging memory of each rank that may stage, for example 64MiB; 0 for none
     #[arg(long, default_value = "0", value_name = "SIZE", value_parser = show::parse_size)]
     pub(crate) pool: u64,
     /// Which way reads go where there is staging memory

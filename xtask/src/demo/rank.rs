@@ -92,11 +92,8 @@ fn obey(
     let regions: Vec<Region> = guarded.iter().map(|g| g.inner().clone()).collect();
     image::fill(scenario, role, rank, &regions)?;
     let described = engine.manifest.rank(rank).context("no such rank")?.clone();
-    let mut worker = Worker::builder(engine_id(role)?, rank, owner, described, regions.clone(), transport);
-    if role == Role::Decode {
-        worker = worker.staging(scenario.staging());
-    }
-    let worker = worker.spawn()?;
+    let worker = Worker::builder(engine_id(role)?, rank, owner, described, regions.clone(), transport);
+    let worker = worker.staging(scenario.staging(role)).spawn()?;
     link.say(&Answer::Ready)?;
     let threads = Config::default().threads;
     let mut yardstick = None;

@@ -106,7 +106,9 @@ impl Engines {
         let of_engine = |e: &Engine| e.ranks().map(|r| of_rank(e, r)).fold(0, u64::saturating_add);
         let largest = self.prefill.ranks().map(|r| of_rank(&self.prefill, r)).max().unwrap_or(0);
         let ranks = self.decode.ranks().count() as u64;
-        let yardstick = largest.saturating_add(self.pool).saturating_mul(ranks);
+        let yardstick = largest.saturating_mul(ranks);
+        let staging = self.pool.saturating_mul(ranks.saturating_add(self.prefill.ranks().count() as u64));
+        let yardstick = yardstick.saturating_add(staging);
         of_engine(&self.prefill).saturating_add(of_engine(&self.decode)).saturating_add(yardstick)
     }
 }
@@ -128,14 +130,22 @@ impl Scenario {
         Ok(Self { model, prefill, decode, ask, cached, more, requests, args: args.clone() })
     }
 
-    /// How a decode rank stages what it reads.
-    pub(crate) fn staging(&self) -> StagingOptions {
+    /// How a rank stages: what it reads, or what is read from it.
+    pub(crate) fn staging(&self, role: Role) -> StagingOptions {
         let way = match self.args.way {
             args::Way::Auto => Way::Auto,
             args::Way::Direct => Way::Direct,
             args::Way::Destination => Way::Destination,
+            args::Way::Source => Way::Source,
         };
-        StagingOptions { pool: Bytes::new(self.args.pool), way, ..StagingOptions::default() }
+        let idle = match role {
+            Role::Prefill => matches!(way, Way::Direct | Way::Destination),
+            Role::Decode => matches!(way, Way::Direct | Way::Source),
+        };
+        let pool = Bytes::new(if idle { 0 } else { self.args.pool });
+        // Nobody orders a prefill rank to read.
+        let way = if role == Role::Prefill { Way::Auto } else { way };
+        StagingOptions { pool, way, ..StagingOptions::default() }
     }
 
     /// Both engines together, and who reads from whom.

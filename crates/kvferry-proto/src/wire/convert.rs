@@ -17,6 +17,7 @@ use crate::names::{ModelIdentity, NameError};
 use crate::peer::PeerMessage;
 use crate::rank::{FromRank, ToRank};
 
+mod gather;
 mod geometry;
 mod messages;
 mod request;
@@ -136,6 +137,8 @@ pub(super) fn peer_message(frame: &Frame) -> Result<PeerMessage, WireError> {
         kind::RUN_DIGEST_ANSWER => {
             PeerMessage::RunDigestAnswer(read::<dto::RunDigestAnswer, _>("run digest answer", frame)?)
         }
+        kind::GATHER => PeerMessage::Gather(read::<dto::Gather, _>("gather", frame)?),
+        kind::GATHER_ANSWER => PeerMessage::GatherAnswer(read::<dto::GatherAnswer, _>("gather answer", frame)?),
         got => return Err(WireError::UnknownKind { got }),
     })
 }
@@ -146,6 +149,8 @@ pub(super) fn from_rank(frame: &Frame) -> Result<FromRank, WireError> {
         kind::PULLED => read::<dto::Pulled, _>("pull result", frame)?,
         kind::DIGEST_WANTED => read::<dto::DigestWanted, _>("digest question", frame)?,
         kind::DIGESTED => read::<dto::Digested, _>("digest result", frame)?,
+        kind::GATHER_WANTED => read::<dto::GatherWanted, _>("gather question", frame)?,
+        kind::GATHERED => read::<dto::Gathered, _>("gather result", frame)?,
         got => return Err(WireError::UnknownKind { got }),
     })
 }
@@ -161,6 +166,9 @@ pub(super) fn to_rank(frame: &Frame) -> Result<ToRank, WireError> {
         kind::CANCEL_DIGEST => ToRank::CancelDigest(read::<u64, messages::Ticket>("digest cancel", frame)?.0),
         kind::DIGEST => ToRank::Digest(read::<dto::DigestOrder, _>("digest order", frame)?),
         kind::DIGEST_ANSWER => read::<dto::DigestAnswer, _>("digest answer", frame)?,
+        kind::GATHER_ORDER => ToRank::Gather(read::<dto::GatherOrder, _>("gather order", frame)?),
+        kind::GATHER_END => ToRank::GatherEnd(read::<u64, messages::Ticket>("gather end", frame)?.0),
+        kind::GATHER_PLACE => read::<dto::GatherPlace, _>("gather place", frame)?,
         got => return Err(WireError::UnknownKind { got }),
     })
 }
@@ -180,6 +188,8 @@ pub(super) fn encode_peer(message: &PeerMessage) -> Result<Vec<u8>, WireError> {
         PeerMessage::RunDigestAnswer(m) => {
             write("run digest answer", kind::RUN_DIGEST_ANSWER, &dto::RunDigestAnswer::from(m))
         }
+        PeerMessage::Gather(m) => write("gather", kind::GATHER, &dto::Gather::from(m)),
+        PeerMessage::GatherAnswer(m) => write("gather answer", kind::GATHER_ANSWER, &dto::GatherAnswer::from(m)),
     }
 }
 
@@ -198,6 +208,13 @@ pub(super) fn encode_from_rank(message: &FromRank) -> Result<Vec<u8>, WireError>
             let pieces = messages::write_pieces(pieces);
             write("digest result", kind::DIGESTED, &dto::Digested { ticket: *ticket, pieces })
         }
+        FromRank::GatherWanted { pull, src } => {
+            write("gather question", kind::GATHER_WANTED, &dto::GatherWanted { pull: pull.0, src: src.get() })
+        }
+        FromRank::Gathered { ticket, result } => {
+            let result = gather::write_gathering(result);
+            write("gather result", kind::GATHERED, &dto::Gathered { ticket: *ticket, result })
+        }
     }
 }
 
@@ -214,6 +231,12 @@ pub(super) fn encode_to_rank(message: &ToRank) -> Result<Vec<u8>, WireError> {
         ToRank::DigestAnswer { pull, src, pieces } => {
             let pieces = messages::write_pieces(pieces);
             write("digest answer", kind::DIGEST_ANSWER, &dto::DigestAnswer { pull: pull.0, src: src.get(), pieces })
+        }
+        ToRank::Gather(m) => write("gather order", kind::GATHER_ORDER, &dto::GatherOrder::from(m)),
+        ToRank::GatherEnd(ticket) => write("gather end", kind::GATHER_END, ticket),
+        ToRank::GatherAnswer { pull, src, result } => {
+            let result = gather::write_gathering(result);
+            write("gather place", kind::GATHER_PLACE, &dto::GatherPlace { pull: pull.0, src: src.get(), result })
         }
     }
 }

@@ -424,3 +424,50 @@ pub(super) struct Digested {
     pub(super) ticket: u64,
     pub(super) pieces: Pieces,
 }
+
+/// An offset in staging memory, or why there is none.
+pub(super) type Gathering = Result<u64, String>;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Gather {
+    pub(super) fence: Fence,
+    pub(super) src: u32,
+    pub(super) dst: u32,
+    pub(super) tokens: u64,
+    pub(super) groups: List<DstGroup, MAX_ITEMS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct GatherAnswer {
+    pub(super) fence: Fence,
+    pub(super) src: u32,
+    pub(super) dst: u32,
+    pub(super) result: Gathering,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct GatherOrder {
+    pub(super) ticket: u64,
+    pub(super) pairing: Pairing,
+    pub(super) dst: u32,
+    pub(super) request: Request,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct GatherWanted {
+    pub(super) pull: u64,
+    pub(super) src: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Gathered {
+    pub(super) ticket: u64,
+    pub(super) result: Gathering,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct GatherPlace {
+    pub(super) pull: u64,
+    pub(super) src: u32,
+    pub(super) result: Gathering,
+}

@@ -58,6 +58,10 @@ pub mod kind {
     pub const RUN_DIGEST: u16 = 32;
     /// [`PeerMessage::RunDigestAnswer`](crate::peer::PeerMessage::RunDigestAnswer): the digests.
     pub const RUN_DIGEST_ANSWER: u16 = 33;
+    /// [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather): gather these of your bytes in staging memory.
+    pub const GATHER: u16 = 34;
+    /// [`PeerMessage::GatherAnswer`](crate::peer::PeerMessage::GatherAnswer): where they are, or why not.
+    pub const GATHER_ANSWER: u16 = 35;
     /// [`FromRank::Join`](crate::rank::FromRank::Join): names, placement, layout, blob.
     pub const JOIN: u16 = 64;
     /// [`FromRank::Pulled`](crate::rank::FromRank::Pulled): how a rank's share of a request ended.
@@ -66,6 +70,10 @@ pub mod kind {
     pub const DIGEST_WANTED: u16 = 66;
     /// [`FromRank::Digested`](crate::rank::FromRank::Digested): the answer to a digest order.
     pub const DIGESTED: u16 = 67;
+    /// [`FromRank::GatherWanted`](crate::rank::FromRank::GatherWanted): a producer's rank is to gather.
+    pub const GATHER_WANTED: u16 = 68;
+    /// [`FromRank::Gathered`](crate::rank::FromRank::Gathered): the answer to a gather order.
+    pub const GATHERED: u16 = 69;
     /// [`ToRank::Welcome`](crate::rank::ToRank::Welcome): the whole engine.
     pub const WELCOME: u16 = 80;
     /// [`ToRank::Refused`](crate::rank::ToRank::Refused): the rank may not join.
@@ -84,6 +92,12 @@ pub mod kind {
     pub const DIGEST_ANSWER: u16 = 87;
     /// [`ToRank::CancelDigest`](crate::rank::ToRank::CancelDigest): digests are not needed any more.
     pub const CANCEL_DIGEST: u16 = 88;
+    /// [`ToRank::Gather`](crate::rank::ToRank::Gather): gather what a peer's rank reads.
+    pub const GATHER_ORDER: u16 = 89;
+    /// [`ToRank::GatherEnd`](crate::rank::ToRank::GatherEnd): what was gathered is not read any more.
+    pub const GATHER_END: u16 = 90;
+    /// [`ToRank::GatherAnswer`](crate::rank::ToRank::GatherAnswer): where the producer's rank has gathered.
+    pub const GATHER_PLACE: u16 = 91;
 }
 
 /// A message could not be read, or not be written.

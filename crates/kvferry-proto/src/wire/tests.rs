@@ -18,11 +18,12 @@ use crate::lease::first_attempt;
 use crate::manifest::RankJoin;
 use crate::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
 use crate::peer::{
-    Bind, BindAnswer, BindRefusal, Grant, MAX_PIECES, ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer,
-    Verdict, Window,
+    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Grant, MAX_PIECES, ReadsEnd, Release, ReleaseAnswer,
+    RunDigest, RunDigestAnswer, Verdict, Window,
 };
 use crate::rank::{
-    Assurance, BadBlock, DigestOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport, Stage,
+    Assurance, BadBlock, DigestOrder, GatherOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport,
+    Stage,
 };
 use crate::testing::{engine, ranks};
 
@@ -104,7 +105,17 @@ fn peer_messages() -> Vec<PeerMessage> {
             groups: dst_groups(),
             windows: windows(),
         }),
+        PeerMessage::Gather(Gather {
+            fence: fence(),
+            src: RankId::new(1),
+            dst: RankId::new(u32::MAX),
+            tokens: Tokens::new(2048),
+            groups: dst_groups(),
+        }),
     ];
+    all.extend(gatherings().map(|result| {
+        PeerMessage::GatherAnswer(GatherAnswer { fence: fence(), src: RankId::new(1), dst: RankId::new(0), result })
+    }));
     all.extend(refusals.map(|reason| PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason })));
     all.extend(
         [ReadsEnd::Complete, ReadsEnd::Abandoned].map(|reads| PeerMessage::Release(Release { fence: fence(), reads })),
@@ -122,6 +133,10 @@ fn peer_messages() -> Vec<PeerMessage> {
         })
     }));
     all
+}
+
+fn gatherings() -> [Result<Bytes, String>; 3] {
+    [Ok(Bytes::ZERO), Ok(Bytes::new(u64::MAX)), Err("no room".into())]
 }
 
 fn pairing() -> Pairing {
@@ -154,7 +169,10 @@ fn to_rank_messages() -> Vec<ToRank> {
         }),
         ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Ok(vec![[9; 16]]) },
         ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Err("why".into()) },
+        ToRank::Gather(GatherOrder { ticket: 4, pairing: pairing(), dst: RankId::new(6), request: request() }),
+        ToRank::GatherEnd(u64::MAX),
     ];
+    all.extend(gatherings().map(|result| ToRank::GatherAnswer { pull: PullId(3), src: RankId::new(1), result }));
     all.extend([Assurance::Fenced, Assurance::Sampled, Assurance::Full].map(|assurance| {
         ToRank::Pull(PullOrder { pull: PullId(4), pairing: pairing(), request: request(), assurance })
     }));
@@ -197,7 +215,9 @@ fn from_rank_messages() -> Vec<FromRank> {
         FromRank::DigestWanted { pull: PullId(1), src: RankId::new(9), windows: windows() },
         FromRank::Digested { ticket: 8, pieces: Ok(Vec::new()) },
         FromRank::Digested { ticket: 8, pieces: Err("memory".into()) },
+        FromRank::GatherWanted { pull: PullId(1), src: RankId::new(9) },
     ]);
+    all.extend(gatherings().map(|result| FromRank::Gathered { ticket: 5, result }));
     let stages = [
         Stage::Plan,
         Stage::Connect,
@@ -252,7 +272,7 @@ fn kinds_are_distinct_and_of_one_link_each() {
     let mut kinds: Vec<u16> = frames().iter().map(|f| f.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds.len(), 21, "every kind of the registry is covered");
+    assert_eq!(kinds.len(), 28, "every kind of the registry is covered");
     for f in frames() {
         let known = decode_all(&f).iter().filter(|r| !matches!(r, Err(WireError::UnknownKind { .. }))).count();
         assert_eq!(known, 1, "kind {}", f.kind);
@@ -318,7 +338,7 @@ fn sec_01_foreign_encodings_and_announced_lengths_are_errors() {
     for whole in frames() {
         for body in bodies {
             let f = Frame { kind: whole.kind, body: body.to_vec() };
-            if [kind::CANCEL, kind::CANCEL_DIGEST].contains(&f.kind) {
+            if [kind::CANCEL, kind::CANCEL_DIGEST, kind::GATHER_END].contains(&f.kind) {
                 // Any small number is a request's or a ticket's.
                 continue;
             }
@@ -415,6 +435,12 @@ fn states_are_counted_over_all_groups() {
     };
     assert_eq!(meaning(&of(kind::RUN_DIGEST, &dst(limit))), ConvertError::States { limit });
     assert!(decode_peer(&of(kind::RUN_DIGEST, &dst(limit - 1))).is_ok());
+    let gather = |n| {
+        let dto::RunDigest { fence, src, dst, tokens, groups, .. } = dst(n);
+        of(kind::GATHER, &dto::Gather { fence, src, dst, tokens, groups })
+    };
+    assert_eq!(meaning(&gather(limit)), ConvertError::States { limit });
+    assert!(decode_peer(&gather(limit - 1)).is_ok());
     // One list alone is bounded while it is read: the same bytes, without the bound.
     let group = (1u32, vec![(1u64, 2u32); limit + 1]);
     let frame = of(kind::BIND_ANSWER, &(0u32, dto::Fence::from(&fence()), vec![group], Option::<u64>::None));
@@ -586,6 +612,38 @@ fn digest_questions_are_bounded() {
 }
 
 /// A peer's unsound manifest is the peer's fault, with all that is wrong.
+/// Where bytes are said to have been gathered is a number or a text of bounded length, and nothing after it.
+#[test]
+fn gather_answers_are_bounded() {
+    let answer = |result| of(kind::GATHERED, &dto::Gathered { ticket: 1, result });
+    let text = |len| answer(Err("x".repeat(len)));
+    assert!(decode_from_rank(&text(convert::MAX_TEXT)).is_ok());
+    let (got, limit) = (convert::MAX_TEXT + 1, convert::MAX_TEXT);
+    assert_eq!(meaning(&text(got)), ConvertError::Text { got, limit });
+    let fence = || (&fence()).into();
+    let of_peer =
+        of(kind::GATHER_ANSWER, &dto::GatherAnswer { fence: fence(), src: 0, dst: 0, result: Err("x".repeat(got)) });
+    assert_eq!(meaning(&of_peer), ConvertError::Text { got, limit });
+    let place = of(kind::GATHER_PLACE, &dto::GatherPlace { pull: 1, src: 0, result: Err("x".repeat(got)) });
+    assert_eq!(meaning(&place), ConvertError::Text { got, limit });
+    let mut longer = answer(Ok(7));
+    longer.body.push(0);
+    assert!(matches!(decode_from_rank(&longer), Err(WireError::Trailing { extra: 1, .. })));
+    // What we say ourselves is cut.
+    let ours = FromRank::Gathered { ticket: 1, result: Err("x".repeat(got)) };
+    let bytes = encode_from_rank(&ours).unwrap();
+    assert!(
+        matches!(decode_from_rank(&frame(&bytes)), Ok(FromRank::Gathered { result: Err(t), .. }) if t.len() == limit)
+    );
+}
+
+/// What each release says it can do: nothing before there was gathering.
+#[test]
+fn abilities_are_bits() {
+    assert!(Abilities::OURS.has(Abilities::GATHER) && Abilities(u64::MAX).has(Abilities::GATHER));
+    assert!(!Abilities(0).has(Abilities::GATHER) && !Abilities(u64::MAX - 1).has(Abilities::GATHER));
+}
+
 #[test]
 fn unsound_manifests_are_the_peers_fault() {
     let mut d = dto::Engine::from(&*engine());
@@ -654,7 +712,10 @@ fn every_order_made_from_what_was_told_fits_a_frame() {
         SrcState { checkpoints: states(crate::peer::MAX_REQUEST_STATES) }.into(),
     ];
     let request = Request { tokens: told.tokens, src, dst: told.groups };
+    let gather = GatherOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request: request.clone() };
     let order = DigestOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request, windows: told.windows };
-    let bytes = encode_to_rank(&ToRank::Digest(order)).unwrap();
-    assert!(decode_to_rank(&frame(&bytes)).is_ok());
+    for order in [ToRank::Digest(order), ToRank::Gather(gather)] {
+        let bytes = encode_to_rank(&order).unwrap();
+        assert!(decode_to_rank(&frame(&bytes)).is_ok());
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_proto::handshake::{Greeting, Hello};
+use kvferry_proto::handshake::{Abilities, Greeting, Hello};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
 
@@ -23,8 +23,8 @@ enum Stage {
     Waiting(Option<Box<Hello>>),
     /// Our hello is sent.
     Greeting(Greeting),
-    /// Both hellos are in order.
-    Up(Arc<EngineManifest>),
+    /// Both hellos are in order. With what both can do.
+    Up(Arc<EngineManifest>, Abilities),
 }
 
 #[derive(Debug)]
@@ -55,9 +55,14 @@ impl Links {
     /// The peer at the other end, if both hellos are in order.
     pub(super) fn peer(&self, link: LinkId) -> Option<&Arc<EngineManifest>> {
         match &self.links.get(&link)?.stage {
-            Stage::Up(peer) => Some(peer),
+            Stage::Up(peer, _) => Some(peer),
             _ => None,
         }
+    }
+
+    /// Whether both ends can do something.
+    pub(super) fn has(&self, link: LinkId, ability: Abilities) -> bool {
+        matches!(self.links.get(&link), Some(Link { stage: Stage::Up(_, common), .. }) if common.has(ability))
     }
 
     pub(super) fn exists(&self, link: LinkId) -> bool {
@@ -65,11 +70,11 @@ impl Links {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Duration> {
-        self.links.values().filter(|l| !matches!(l.stage, Stage::Up(_))).map(|l| l.deadline).min()
+        self.links.values().filter(|l| !matches!(l.stage, Stage::Up(..))).map(|l| l.deadline).min()
     }
 
     fn is_known_elsewhere(&self, digest: Digest) -> bool {
-        self.links.values().any(|l| matches!(&l.stage, Stage::Up(peer) if peer.digest() == digest))
+        self.links.values().any(|l| matches!(&l.stage, Stage::Up(peer, _) if peer.digest() == digest))
     }
 }
 
@@ -133,12 +138,14 @@ impl OwnerSession {
                 }
             }
             (Stage::Greeting(_), PeerMessage::Hello(hello)) => self.on_hello(link, &hello),
-            (Stage::Up(_), PeerMessage::Bind(bind)) => self.on_bind(link, &bind),
-            (Stage::Up(_), PeerMessage::BindAnswer(answer)) => self.on_bind_answer(link, answer),
-            (Stage::Up(_), PeerMessage::Release(release)) => self.on_release(link, &release),
-            (Stage::Up(_), PeerMessage::ReleaseAnswer(answer)) => self.on_release_answer(link, &answer),
-            (Stage::Up(_), PeerMessage::RunDigest(question)) => self.on_run_digest(link, question),
-            (Stage::Up(_), PeerMessage::RunDigestAnswer(answer)) => self.on_run_digest_answer(link, answer),
+            (Stage::Up(..), PeerMessage::Bind(bind)) => self.on_bind(link, &bind),
+            (Stage::Up(..), PeerMessage::BindAnswer(answer)) => self.on_bind_answer(link, answer),
+            (Stage::Up(..), PeerMessage::Release(release)) => self.on_release(link, &release),
+            (Stage::Up(..), PeerMessage::ReleaseAnswer(answer)) => self.on_release_answer(link, &answer),
+            (Stage::Up(..), PeerMessage::RunDigest(question)) => self.on_run_digest(link, question),
+            (Stage::Up(..), PeerMessage::RunDigestAnswer(answer)) => self.on_run_digest_answer(link, answer),
+            (Stage::Up(..), PeerMessage::Gather(question)) => self.on_gather(link, question),
+            (Stage::Up(..), PeerMessage::GatherAnswer(answer)) => self.on_gather_answer(link, answer),
             (_, PeerMessage::Refused(reasons)) => {
                 self.effects.push_back(Effect::ClosePeer { link });
                 self.drop_link(link, reasons);
@@ -153,7 +160,7 @@ impl OwnerSession {
         let greeting = greeting.clone();
         match greeting.on_hello(hello) {
             Ok(established) => {
-                l.stage = Stage::Up(established.peer);
+                l.stage = Stage::Up(established.peer, established.abilities);
                 self.link_up_for_pulls(link);
             }
             Err(refusal) => self.refuse_link(link, refusal.0.iter().map(ToString::to_string).collect()),
@@ -187,7 +194,7 @@ impl OwnerSession {
         let cause = cause(address);
         self.link_lost_in_leases(link);
         self.link_lost_in_pulls(link, &cause);
-        if let Stage::Up(peer) = gone.stage
+        if let Stage::Up(peer, _) = gone.stage
             && !self.links.is_known_elsewhere(peer.digest())
         {
             self.links.known.remove(&peer.digest());
@@ -197,7 +204,7 @@ impl OwnerSession {
 
     pub(super) fn expire_links(&mut self) {
         let now = self.now;
-        let late = |l: &Link| !matches!(l.stage, Stage::Up(_)) && l.deadline <= now;
+        let late = |l: &Link| !matches!(l.stage, Stage::Up(..)) && l.deadline <= now;
         let late: Vec<LinkId> = self.links.links.iter().filter(|(_, l)| late(l)).map(|(id, _)| *id).collect();
         for link in late {
             let reason = format!("no handshake within {:?}", self.config.handshake);

@@ -4,10 +4,11 @@ use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, Life, LinkId, OwnerSess
 
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
+use kvferry_proto::handshake::Abilities;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd, Release, ReleaseAnswer,
-    RunDigest, RunDigestAnswer, Window,
+    BindAnswer, BindRefusal, Gather, GatherAnswer, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd,
+    Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
 };
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
@@ -50,6 +51,8 @@ struct Pull {
     pairing: Option<Pairing>,
     /// Digests that were asked for and have not come: of which producer rank, for which of ours.
     questions: BTreeSet<(RankId, RankId)>,
+    /// What was asked to be gathered and has not been, likewise.
+    gathers: BTreeSet<(RankId, RankId)>,
     groups: Outcomes,
     started: Duration,
     state: State,
@@ -161,7 +164,8 @@ impl OwnerSession {
         self.pulls.by_fence.insert(wish.fence.clone(), id);
         let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
         let (started, groups) = (self.now, Outcomes { kept, delivered: Vec::new() });
-        let pull = Pull { wish, link, pairing: None, questions: BTreeSet::new(), groups, started, state };
+        let (questions, gathers) = (BTreeSet::new(), BTreeSet::new());
+        let pull = Pull { wish, link, pairing: None, questions, gathers, groups, started, state };
         self.pulls.open.insert(id, pull);
         if self.links.peer(link).is_some() {
             self.ask(id);
@@ -360,6 +364,34 @@ impl OwnerSession {
         }
         // A rank that is gone has ended already.
         self.send_rank(answer.dst, ToRank::DigestAnswer { pull: id, src, pieces }, None);
+    }
+
+    pub(super) fn on_gather_wanted(&mut self, rank: RankId, id: PullId, src: RankId) {
+        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
+        match &pull.state {
+            State::Reading(reading) if reading.is_pending(rank) => {}
+            // The rank is being stopped, and will hear of it.
+            _ => return,
+        }
+        let link = pull.link;
+        if !self.links.has(link, Abilities::GATHER) {
+            let result = Err("the producer's owner does not know how to gather".into());
+            self.send_rank(rank, ToRank::GatherAnswer { pull: id, src, result }, None);
+            return;
+        }
+        pull.gathers.insert((src, rank));
+        let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
+        self.send_peer(link, PeerMessage::Gather(Gather { fence, src, dst: rank, tokens, groups }));
+    }
+
+    pub(super) fn on_gather_answer(&mut self, link: LinkId, answer: GatherAnswer) {
+        let Some(id) = self.pulls.find(&answer.fence, link) else { return };
+        let GatherAnswer { src, dst, result, .. } = answer;
+        // Only what was asked for goes to a rank.
+        let asked = self.pulls.open.get_mut(&id).is_some_and(|p| p.gathers.remove(&(src, dst)));
+        if asked {
+            self.send_rank(dst, ToRank::GatherAnswer { pull: id, src, result }, None);
+        }
     }
 
     pub(super) fn cancel_pull(&mut self, id: PullId) {

@@ -72,6 +72,8 @@ impl OwnerSession {
                 self.on_digest_wanted(rank, pull, src, windows);
             }
             (Some(_), FromRank::Digested { ticket, pieces }) => self.on_digested(ticket, pieces),
+            (Some(rank), FromRank::GatherWanted { pull, src }) => self.on_gather_wanted(rank, pull, src),
+            (Some(_), FromRank::Gathered { ticket, result }) => self.on_gathered(ticket, result),
             (joined, _) => {
                 let what = if joined.is_some() { "it joined twice" } else { "it did not join first" };
                 self.refuse_rank(link, what.into());
@@ -161,7 +163,7 @@ impl OwnerSession {
             Life::Broken(..) => self.effects.push_back(Effect::RankLost { rank, reason: reason.into() }),
         }
         self.rank_lost_in_pulls(rank, reason);
-        self.rank_lost_in_digests(rank, reason);
+        self.rank_lost_in_leases(rank, reason);
     }
 }
 

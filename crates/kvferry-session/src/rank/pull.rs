@@ -8,7 +8,7 @@ use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{BoundRequest, DstGroup};
 use kvferry_geometry::staged::Place;
-use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::peer::{PieceDigest, Window};
 use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
 use kvferry_transport::{OpId, Outcome, PeerId, Region};
@@ -38,6 +38,8 @@ pub(super) enum Next {
 pub(super) enum SourceState {
     /// Waiting for a segment of staging memory.
     Waiting(PeerId),
+    /// Waiting until the source's rank has gathered, in its staging memory of this id.
+    Asking { lane: PeerId, staging: RegionId },
     /// Not posted yet: this batch will be.
     Queued(PeerId, Arc<BoundedBatch>),
     /// Posted.
@@ -56,7 +58,8 @@ pub(super) enum SourceState {
 
 impl SourceState {
     fn is_under_way(&self) -> bool {
-        matches!(self, Self::Waiting(_) | Self::Queued(..) | Self::Reading { .. } | Self::Permuting { .. })
+        let not_posted = matches!(self, Self::Waiting(_) | Self::Asking { .. } | Self::Queued(..));
+        not_posted || matches!(self, Self::Reading { .. } | Self::Permuting { .. })
     }
 }
 
@@ -77,9 +80,25 @@ impl Source {
         Self { state: SourceState::Queued(lane, batch.clone()), batch, steps: None, before, after, rows }
     }
 
-    pub(super) fn staged(lane: PeerId, batch: Arc<BoundedBatch>, before: u64, steps: Steps) -> Self {
+    /// `staging` is the id of the source's staging memory.
+    pub(super) fn staged(lane: PeerId, batch: Arc<BoundedBatch>, before: u64, steps: Steps, staging: RegionId) -> Self {
         let (after, rows) = steps.size();
-        Self { batch, state: SourceState::Waiting(lane), steps: Some(steps), before, after, rows }
+        let state = match steps.place {
+            Place::Source => SourceState::Asking { lane, staging },
+            _ => SourceState::Waiting(lane),
+        };
+        Self { batch, state, steps: Some(steps), before, after, rows }
+    }
+
+    /// One that waits to be staged is not.
+    pub(super) fn go_directly(&mut self) {
+        if let SourceState::Waiting(lane) | SourceState::Asking { lane, .. } = self.state {
+            *self = Self::direct(lane, self.batch.clone(), self.before);
+        }
+    }
+
+    fn is_permuted(&self) -> bool {
+        self.steps.as_ref().is_some_and(|s| s.place == Place::Destination)
     }
 
     /// A named source of which this request needs nothing.
@@ -146,7 +165,7 @@ impl Pull {
             Outcome::Done(stats) => {
                 // Neighbours may also merge across the rows of the product form; who has moved them knows.
                 source.after = source.after.min(stats.descriptors.max(1));
-                if source.steps.is_some() && self.fault.is_none() {
+                if source.is_permuted() && self.fault.is_none() {
                     source.state = SourceState::Permuting { since };
                     return Next::Permute(src);
                 }
@@ -189,6 +208,28 @@ impl Pull {
                 Ok(self.fail(fault))
             }
         }
+    }
+
+    /// A source's rank has gathered, or has not.
+    pub(super) fn on_gathered(
+        &mut self,
+        src: RankId,
+        result: Result<Bytes, String>,
+        wire: impl FnOnce(&Steps, PeerId, RegionId, Bytes) -> Result<Arc<BoundedBatch>, RankFault>,
+    ) -> Next {
+        let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
+        let (&SourceState::Asking { lane, staging }, Some(steps)) = (&source.state, &source.steps) else {
+            return Next::Wait;
+        };
+        match result.map(|at| wire(steps, lane, staging, at)) {
+            Ok(Ok(batch)) => source.state = SourceState::Queued(lane, batch),
+            Ok(Err(fault)) => {
+                source.state = SourceState::Ended;
+                return self.fail(fault);
+            }
+            Err(_) => source.go_directly(),
+        }
+        Next::Wait
     }
 
     /// What a source had staged is in place, or can't be brought there: then nothing was touched.
@@ -244,7 +285,7 @@ impl Pull {
                     source.state = SourceState::Ended;
                     self.freed.extend(source.steps.as_mut().and_then(|s| s.segment.take()));
                 }
-                SourceState::Comparing { .. } => source.state = SourceState::Ended,
+                SourceState::Asking { .. } | SourceState::Comparing { .. } => source.state = SourceState::Ended,
                 _ => {}
             }
         }
@@ -361,7 +402,7 @@ impl Pull {
                 rows: s.rows,
                 descriptors_before: s.before,
                 descriptors_after: s.after,
-                place: if s.steps.is_some() { Place::Destination } else { Place::Direct },
+                place: s.steps.as_ref().map_or(Place::Direct, |s| s.place),
                 took,
             }
         });

@@ -1,9 +1,13 @@
 //! How a rank stages what it reads: whether, in which segment of its staging memory, and the two steps of it.
 //!
-//! A read that is staged goes over the wire into a segment in the source's order, and from there into place by a local
-//! permutation, which the session's driver does ([`LocalWork`]). The segment is given back when neither step can touch it any
-//! more; where that is in doubt it stays out of use. Who finds no segment waits in line; what is larger than all staging memory
-//! goes directly.
+//! A read that is staged at the destination goes over the wire into a segment in the source's order, and from there into place
+//! by a local permutation, which the session's driver does ([`LocalWork`]). The segment is given back when neither step can
+//! touch it any more; where that is in doubt it stays out of use. Who finds no segment waits in line; what is larger than all
+//! staging memory goes directly.
+//!
+//! For a read that is staged at the source, the producer's rank gathers the bytes in a segment of its own, in the destination's
+//! order, and they go over the wire straight into place. That segment is lent until the lease is closed, for as long as peers
+//! like; so nobody waits for one, and it is only had where nobody waits. Whoever finds none reads directly.
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,7 +35,7 @@ pub enum Way {
     Direct,
     /// Always staged at this rank, but for what is larger than its staging memory.
     Destination,
-    /// Gathered at the producer's ranks. Refused: it needs a message between ranks that there is not yet.
+    /// Always gathered at the producer's ranks, but where these can't, or have no room.
     Source,
 }
 
@@ -48,11 +52,6 @@ pub struct StagingConfig {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StagingRefused {
-    /// Staging at the source.
-    #[error(
-        "reads can't be gathered at their source yet, since ranks have no message for it; let the way be auto, direct or destination"
-    )]
-    SourceNotServed,
     /// Staging without memory for it.
     #[error("staging at the destination is forced, but the rank has {got} of staging memory; give it at least {least}")]
     NoMemory {
@@ -87,61 +86,90 @@ pub struct LocalWork {
     pub permute: Permute,
 }
 
-/// Who waits for a segment: one source of a request.
-pub(super) type Waiter = (PullId, RankId);
+/// Who has a segment, or waits for one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Waiter {
+    /// One source of a request.
+    Read(PullId, RankId),
+    /// What a peer's rank reads from this one, by ticket. It never waits.
+    Gather(u64),
+}
 
-/// A rank's staging memory.
+/// What came of asking for a segment for a read.
+#[derive(Debug)]
+pub(super) enum Got {
+    /// Here it is.
+    Segment(Segment),
+    /// It will come.
+    InLine,
+    /// It might not come for as long as a peer likes.
+    Busy,
+}
+
+/// Which reads a rank stages, and its memory for it, if it has some.
 pub(super) struct Stager {
     config: StagingConfig,
-    region: Region,
     id: RegionId,
+    memory: Option<Memory>,
+}
+
+struct Memory {
+    region: Region,
     pool: StagingPool<Waiter>,
+    /// Segments that are lent to gathers.
+    gathers: usize,
 }
 
 impl Stager {
-    /// The staging memory of a cache, where it has some and is told to use it.
+    /// How a cache's reads are staged, unless all go directly.
     pub(super) fn new(cache: &LocalCache, config: StagingConfig) -> Result<Option<Self>, StagingRefused> {
-        let forced = match config.way {
-            Way::Source => return Err(StagingRefused::SourceNotServed),
-            Way::Direct => return Ok(None),
-            Way::Destination => true,
-            Way::Auto => false,
-        };
-        let got = cache.staging().map_or(Bytes::ZERO, Region::len);
-        // No pool where segments can't be aligned, which a constant can.
-        let pool = StagingPool::new(got, ALIGN).ok().filter(|pool| !pool.is_empty());
-        let (Some(pool), Some(region)) = (pool, cache.staging().cloned()) else {
-            let least = ALIGN;
-            return if forced { Err(StagingRefused::NoMemory { got, least }) } else { Ok(None) };
-        };
-        let all = (0u32..).map(RegionId::new).zip(cache.regions().iter().chain(cache.staging()));
-        let other = all.map(|(id, r)| (id, r.kind())).find(|(_, kind)| *kind != MemoryKind::Host);
-        if let Some((region, kind)) = other {
-            return if forced { Err(StagingRefused::NotHost { region, kind }) } else { Ok(None) };
+        if config.way == Way::Direct {
+            return Ok(None);
         }
-        Ok(Some(Self { config, region, id: cache.staging_id(), pool }))
+        let memory = match Memory::new(cache) {
+            Err(refused) if config.way == Way::Destination => return Err(refused),
+            memory => memory.ok(),
+        };
+        Ok(Some(Self { config, id: cache.staging_id(), memory }))
     }
 
-    /// The two steps of a batch, if it is to be staged.
-    pub(super) fn choose(&self, direct: &Batch) -> Option<Steps> {
-        let (forced, cost) = (self.config.way == Way::Destination, &self.config.cost);
-        if !forced && cost.direct_is_best(direct) {
-            return None;
-        }
-        let place = Place::Destination;
-        let staged = Staged::new(direct, place, self.id)?;
-        let pools = Pools { source: 0, destination: self.pool.len().get() };
-        let way = cost.staged(place, &staged, pools);
-        let better = forced || way.ns < cost.direct(direct).ns;
-        let Staged { wire, local, bytes } = staged;
-        (way.fits && better).then(|| Steps { wire, local, bytes: Bytes::new(bytes), segment: None })
+    /// The two steps of a batch, if it is to be staged; `theirs` is the staging memory of the source's rank.
+    pub(super) fn choose(&self, direct: &Batch, theirs: (RegionId, Bytes)) -> Option<Steps> {
+        let cost = &self.config.cost;
+        let places: &[Place] = match self.config.way {
+            Way::Direct => &[],
+            Way::Destination => &[Place::Destination],
+            Way::Source => &[Place::Source],
+            Way::Auto if cost.direct_is_best(direct) => &[],
+            Way::Auto => &[Place::Destination, Place::Source],
+        };
+        let destination = self.memory.as_ref().map_or(0, |m| m.pool.len().get());
+        let pools = Pools { source: theirs.1.get(), destination };
+        let way = |&place: &Place| {
+            let (id, pool) =
+                if place == Place::Source { (theirs.0, pools.source) } else { (self.id, pools.destination) };
+            // A pool of nothing need not be looked at.
+            let staged = if pool > 0 { Staged::new(direct, place, id)? } else { return None };
+            let cost = cost.staged(place, &staged, pools);
+            cost.fits.then_some((cost.ns, place, staged))
+        };
+        let (ns, place, Staged { wire, local, bytes }) = places.iter().filter_map(way).min_by_key(|(ns, ..)| *ns)?;
+        let better = self.config.way != Way::Auto || ns < cost.direct(direct).ns;
+        better.then(|| Steps { place, wire, local, bytes: Bytes::new(bytes), segment: None })
     }
 
-    /// Asks for a segment. `None`: it will come, by [`release`](Self::release) or [`cancel`](Self::cancel).
-    pub(super) fn acquire(&mut self, waiter: Waiter, bytes: Bytes) -> Result<Option<Segment>, String> {
-        match self.pool.acquire(waiter, bytes) {
-            Ok(Acquired::Granted(segment)) => Ok(Some(segment)),
-            Ok(Acquired::Queued) => Ok(None),
+    /// Asks for a segment for a read. One in line gets it by [`release`](Self::release) or [`cancel`](Self::cancel).
+    pub(super) fn acquire(&mut self, (pull, src): (PullId, RankId), bytes: Bytes) -> Result<Got, String> {
+        let memory = self.memory.as_mut().ok_or("there is no staging memory")?;
+        let waiter = Waiter::Read(pull, src);
+        match memory.pool.acquire(waiter, bytes) {
+            Ok(Acquired::Granted(segment)) => Ok(Got::Segment(segment)),
+            Ok(Acquired::Queued) if memory.gathers > 0 => {
+                // It was the last in line, so that nobody is served by this.
+                drop(memory.pool.cancel(waiter));
+                Ok(Got::Busy)
+            }
+            Ok(Acquired::Queued) => Ok(Got::InLine),
             Ok(Acquired::TooLarge) => Err(format!("{bytes} are more than all staging memory has")),
             Err(error) => Err(error.to_string()),
         }
@@ -150,44 +178,116 @@ impl Stager {
     /// Takes a segment back, which nothing touches any more.
     pub(super) fn release(&mut self, segment: Segment) -> Vec<Grant<Waiter>> {
         // There is one pool; what it didn't lend would stay out of use.
-        self.pool.release(segment).unwrap_or_default()
+        self.memory.as_mut().map_or_else(Vec::new, |m| m.pool.release(segment).unwrap_or_default())
     }
 
     /// Takes a waiter out of the line.
     pub(super) fn cancel(&mut self, waiter: Waiter) -> Vec<Grant<Waiter>> {
-        self.pool.cancel(waiter)
+        self.memory.as_mut().map_or_else(Vec::new, |m| m.pool.cancel(waiter))
     }
 
     /// The second step, with the memory of both sides.
     pub(super) fn permute(&self, steps: &Steps, cache: &LocalCache) -> Result<Permute, String> {
-        let local = steps.placed(Side::Src, self.id).ok_or("it has no segment")?;
-        let lens = cache.lens();
-        let batch = Arc::new(local.check(&lens, &lens).map_err(|e| e.to_string())?);
-        let from = |id| (id == self.id).then(|| self.region.clone());
-        let to = |id: RegionId| cache.regions().get(id.index()).cloned();
-        let faults =
-            |all: Vec<kvferry_memory::PermuteError>| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-        Permute::new(batch, from, to).map_err(faults)
+        let region = self.memory.as_ref().map(|m| m.region.clone());
+        let segment = steps.segment.as_ref().ok_or("it has no segment")?;
+        let local =
+            moved(&steps.local, Side::Src, (self.id, segment.offset())).ok_or("its segment passes all memory")?;
+        let staging = |id| region.clone().filter(|_| id == self.id);
+        bind(local, cache, staging, |id| cache.regions().get(id.index()).cloned())
+    }
+
+    /// A segment for what a peer's rank reads by this batch, with the gather into it. Nobody waits.
+    pub(super) fn gather(
+        &mut self,
+        ticket: u64,
+        direct: &Batch,
+        cache: &LocalCache,
+    ) -> Result<(Segment, Permute), String> {
+        let id = self.id;
+        let memory = self.memory.as_mut().ok_or("the rank has no staging memory")?;
+        let all = memory.pool.len();
+        let staged = Staged::new(direct, Place::Source, id).ok_or("so much can't be staged")?;
+        let (waiter, bytes) = (Waiter::Gather(ticket), Bytes::new(staged.bytes));
+        let segment = match memory.pool.acquire(waiter, bytes) {
+            Ok(Acquired::Granted(segment)) => segment,
+            Ok(Acquired::Queued) => {
+                drop(memory.pool.cancel(waiter));
+                return Err(format!("the {all} of staging memory are in use"));
+            }
+            Ok(Acquired::TooLarge) => return Err(format!("{bytes} are more than the {all} of staging memory")),
+            Err(error) => return Err(error.to_string()),
+        };
+        let permute = moved(&staged.local, Side::Dst, (id, segment.offset()))
+            .ok_or_else(|| "its segment passes all memory".to_owned())
+            .and_then(|local| {
+                let staging = |r| (r == id).then(|| memory.region.clone());
+                bind(local, cache, |r| cache.regions().get(r.index()).cloned(), staging)
+            });
+        match permute {
+            Ok(permute) => {
+                memory.gathers += 1;
+                Ok((segment, permute))
+            }
+            Err(why) => {
+                // Nothing has touched it, and nobody waited.
+                drop(memory.pool.release(segment));
+                Err(why)
+            }
+        }
+    }
+
+    /// Takes the segment of a gather back, which nothing touches any more.
+    pub(super) fn release_gather(&mut self, segment: Segment) -> Vec<Grant<Waiter>> {
+        if let Some(memory) = &mut self.memory {
+            memory.gathers = memory.gathers.saturating_sub(1);
+        }
+        self.release(segment)
     }
 
     /// Bytes that are lent; those in doubt never come back.
     pub(super) fn lent(&self) -> Bytes {
-        self.pool.lent()
+        self.memory.as_ref().map_or(Bytes::ZERO, |m| m.pool.lent())
+    }
+}
+
+impl Memory {
+    fn new(cache: &LocalCache) -> Result<Self, StagingRefused> {
+        let got = cache.staging().map_or(Bytes::ZERO, Region::len);
+        // No pool where segments can't be aligned, which a constant can.
+        let pool = StagingPool::new(got, ALIGN).ok().filter(|pool| !pool.is_empty());
+        let (Some(pool), Some(region)) = (pool, cache.staging().cloned()) else {
+            return Err(StagingRefused::NoMemory { got, least: ALIGN });
+        };
+        let all = (0u32..).map(RegionId::new).zip(cache.regions().iter().chain(cache.staging()));
+        match all.map(|(id, r)| (id, r.kind())).find(|(_, kind)| *kind != MemoryKind::Host) {
+            Some((region, kind)) => Err(StagingRefused::NotHost { region, kind }),
+            None => Ok(Self { region, pool, gathers: 0 }),
+        }
     }
 }
 
 impl fmt::Debug for Stager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stager({} of {} lent, {} wait)", self.pool.lent(), self.pool.len(), self.pool.waiting())
+        match &self.memory {
+            Some(Memory { pool, gathers, .. }) => {
+                let (lent, all, waiting) = (pool.lent(), pool.len(), pool.waiting());
+                write!(f, "Stager({lent} of {all} lent, {gathers} gathers, {waiting} wait)")
+            }
+            None => f.write_str("Stager(no memory)"),
+        }
     }
 }
 
-/// The two steps of a staged read. Their staging offsets count from 0 until there is a segment.
+/// The two steps of a staged read. Their staging offsets count from 0 until it is known where they are.
 #[derive(Debug)]
 pub(super) struct Steps {
+    /// Where the staging memory is.
+    pub(super) place: Place,
     wire: Batch,
+    /// At the source it is the producer's, which computes it from the same batch.
     local: Batch,
     pub(super) bytes: Bytes,
+    /// At the destination.
     pub(super) segment: Option<Segment>,
 }
 
@@ -197,28 +297,131 @@ impl Steps {
         (self.wire.descriptors(), self.wire.rows())
     }
 
-    /// The wire's step in its segment, proven to stay inside what is registered.
-    pub(super) fn wire(&self, cache: &LocalCache, peer: &[Bytes]) -> Result<Arc<BoundedBatch>, String> {
-        let wire = self.placed(Side::Dst, cache.staging_id()).ok_or("it has no segment")?;
-        Ok(Arc::new(wire.check(peer, &cache.lens()).map_err(|e: BoundsError| e.to_string())?))
+    /// The wire's step into its segment, proven to stay inside what is registered.
+    pub(super) fn wire_to_segment(&self, cache: &LocalCache, peer: &[Bytes]) -> Result<Arc<BoundedBatch>, String> {
+        let segment = self.segment.as_ref().ok_or("it has no segment")?;
+        self.wire(Side::Dst, (cache.staging_id(), segment.offset()), cache, peer)
     }
 
-    /// A step whose staging side is moved into the segment: the wire's writes it, the local one reads it.
-    fn placed(&self, side: Side, staging: RegionId) -> Option<Batch> {
-        let by = self.segment.as_ref()?.offset().get();
-        let batch = if side == Side::Dst { &self.wire } else { &self.local };
-        let base = |b: &Base| {
-            let mut moved = *b;
-            match side {
-                Side::Src => (moved.src_region, moved.src_offset) = (staging, b.src_offset.checked_add(by)?),
-                Side::Dst => (moved.dst_region, moved.dst_offset) = (staging, b.dst_offset.checked_add(by)?),
-            }
-            Some(moved)
+    /// The wire's step out of the staging memory of the producer's rank, where that says it has gathered; proven to stay inside
+    /// what the rank has registered.
+    pub(super) fn wire_from_gathered(
+        &self,
+        at: (RegionId, Bytes),
+        cache: &LocalCache,
+        peer: &[Bytes],
+    ) -> Result<Arc<BoundedBatch>, String> {
+        self.wire(Side::Src, at, cache, peer)
+    }
+
+    fn wire(
+        &self,
+        side: Side,
+        at: (RegionId, Bytes),
+        cache: &LocalCache,
+        peer: &[Bytes],
+    ) -> Result<Arc<BoundedBatch>, String> {
+        let wire = moved(&self.wire, side, at).ok_or("its place in staging memory passes the end of 64 bits")?;
+        Ok(Arc::new(wire.check(peer, &cache.lens()).map_err(|e: BoundsError| e.to_string())?))
+    }
+}
+
+/// A step whose staging side is moved to a place in that memory.
+fn moved(batch: &Batch, side: Side, (staging, by): (RegionId, Bytes)) -> Option<Batch> {
+    let base = |b: &Base| {
+        let mut moved = *b;
+        match side {
+            Side::Src => (moved.src_region, moved.src_offset) = (staging, b.src_offset.checked_add(by.get())?),
+            Side::Dst => (moved.dst_region, moved.dst_offset) = (staging, b.dst_offset.checked_add(by.get())?),
+        }
+        Some(moved)
+    };
+    let section = |s: &Section| {
+        let bases: Option<Vec<Base>> = s.bases.iter().map(base).collect();
+        Some(Section { bases: bases?.into(), parts: s.parts.clone() })
+    };
+    Some(Batch::new(batch.sections().iter().map(section).collect::<Option<_>>()?))
+}
+
+/// A local step with its memory, proven to stay inside it.
+fn bind(
+    local: Batch,
+    cache: &LocalCache,
+    from: impl Fn(RegionId) -> Option<Region>,
+    to: impl Fn(RegionId) -> Option<Region>,
+) -> Result<Permute, String> {
+    let lens = cache.lens();
+    let batch = Arc::new(local.check(&lens, &lens).map_err(|e| e.to_string())?);
+    let faults =
+        |all: Vec<kvferry_memory::PermuteError>| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    Permute::new(batch, from, to).map_err(faults)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::batch::{Nest, PairRun, Part};
+    use kvferry_transport::Transport;
+    use kvferry_transport::mem::MemNetwork;
+
+    use super::*;
+    use crate::testing;
+
+    /// `count` pages of one region to another.
+    fn batch(count: u32) -> Batch {
+        let base = Base { src_region: RegionId::ZERO, dst_region: RegionId::ZERO, src_offset: 0, dst_offset: 0 };
+        let part = Part {
+            src_add: 0,
+            dst_add: 0,
+            src_block_stride: 0,
+            dst_block_stride: 0,
+            src_step: 1,
+            dst_step: 1,
+            nest: Nest::run(u64::from(count) * ALIGN.get()),
+            pairs: vec![PairRun { src: 0, dst: 0, count: 1 }].into(),
         };
-        let section = |s: &Section| {
-            let bases: Option<Vec<Base>> = s.bases.iter().map(base).collect();
-            Some(Section { bases: bases?.into(), parts: s.parts.clone() })
-        };
-        Some(Batch::new(batch.sections().iter().map(section).collect::<Option<_>>()?))
+        Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }])
+    }
+
+    fn pages(n: u64) -> Bytes {
+        Bytes::new(n * ALIGN.get())
+    }
+
+    fn read(stager: &mut Stager, id: u64, n: u64) -> Got {
+        stager.acquire((PullId(id), RankId::new(0)), pages(n)).unwrap()
+    }
+
+    /// Reads wait for reads alone, and gathers for nobody; so no two requests can wait for each other.
+    #[test]
+    fn nobody_waits_for_a_gather() {
+        let network = MemNetwork::new(1);
+        let mut transport: Box<dyn Transport> = Box::new(network.endpoint().unwrap());
+        let manifest = testing::shape(1).2.swap_remove(0);
+        let regions = manifest.layout.regions.iter();
+        let regions: Vec<Region> =
+            regions.map(|r| Region::zeroed(usize::try_from(r.len.get()).unwrap()).unwrap()).collect();
+        assert!(regions[0].len() >= pages(1), "{}", regions[0].len());
+        let cache = LocalCache::register(&mut *transport, manifest, regions).unwrap();
+        let memory = Region::zeroed(usize::try_from(pages(4).get()).unwrap()).unwrap();
+        let cache = cache.with_staging(&mut *transport, memory).unwrap();
+        let mut stager = Stager::new(&cache, StagingConfig::default()).unwrap().unwrap();
+
+        let (gathered, _) = stager.gather(1, &batch(1), &cache).unwrap();
+        let Got::Segment(first) = read(&mut stager, 1, 3) else { panic!("there is room") };
+        // All is lent, to a gather among others: a read goes directly, and so does a gather.
+        assert!(matches!(read(&mut stager, 2, 1), Got::Busy));
+        assert!(stager.gather(2, &batch(1), &cache).unwrap_err().contains("in use"));
+        assert!(stager.gather(2, &batch(5), &cache).unwrap_err().contains("are more than"));
+        assert!(stager.release_gather(gathered).is_empty(), "nobody has waited");
+        // Only a read has some: another waits for it, and no gather comes between them.
+        assert!(matches!(read(&mut stager, 2, 2), Got::InLine));
+        assert!(stager.gather(3, &batch(1), &cache).unwrap_err().contains("in use"));
+        let granted = stager.release(first);
+        assert_eq!(granted.iter().map(|g| g.waiter).collect::<Vec<_>>(), [Waiter::Read(PullId(2), RankId::new(0))]);
+        assert_eq!(stager.lent(), pages(2));
+        // A gather that leaves the cache is refused, and lends nothing.
+        let mut outside = batch(1).sections().to_vec();
+        outside[0].bases = vec![Base { src_offset: u64::MAX / 2, ..outside[0].bases[0] }].into();
+        assert!(stager.gather(4, &Batch::new(outside), &cache).is_err());
+        assert_eq!(stager.lent(), pages(2));
     }
 }

@@ -1,23 +1,28 @@
-//! A rank's staged reads on their way: from the line for a segment, over the wire, to the driver and back.
+//! A rank's staged reads on their way: from the line for a segment, over the wire, to the driver and back. What is gathered for
+//! peers' reads, and by peers for ours, is next door.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_memory::Permute;
 use kvferry_proto::rank::{PullId, RankFault, Stage};
 use kvferry_transport::PeerId;
 
 use super::RankSession;
-use super::pull::{Source, SourceState};
-use super::stage::{LocalWork, Stager, StagingConfig, StagingRefused, Steps, Waiter, WorkId};
+use super::gather::Gathers;
+use super::pull::SourceState;
+use super::stage::{Got, LocalWork, Stager, StagingConfig, StagingRefused, Steps, Waiter, WorkId};
 use crate::staging::{Grant, Segment};
 
 /// The staging memory, and what goes on in it.
 #[derive(Default)]
 pub(super) struct Staging {
     pub(super) stager: Option<Stager>,
+    /// What peers' ranks read from this one.
+    pub(super) gathers: Gathers,
     /// Segments for those who have waited.
-    granted: VecDeque<Grant<Waiter>>,
+    pub(super) granted: VecDeque<Grant<Waiter>>,
     last: u64,
     /// Permutations for the driver.
     work: VecDeque<LocalWork>,
@@ -25,8 +30,19 @@ pub(super) struct Staging {
     open: BTreeMap<WorkId, Waiter>,
 }
 
+impl Staging {
+    /// Hands the driver a permutation for somebody.
+    pub(super) fn start(&mut self, whose: Waiter, permute: Permute) {
+        self.last += 1;
+        let id = WorkId(self.last);
+        self.open.insert(id, whose);
+        self.work.push_back(LocalWork { id, permute });
+    }
+}
+
 impl RankSession {
-    /// The same, staging as it is told in the cache's staging memory. Without this, or without that memory, all reads are direct.
+    /// The same, staging as it is told: in the cache's staging memory, if there is some, or in that of the producer's ranks. It
+    /// gathers in its own memory for peers as well. Without this, all reads are direct, and nothing is gathered.
     ///
     /// # Errors
     /// If it can't stage so.
@@ -43,11 +59,15 @@ impl RankSession {
     /// The driver has done a permutation, all of it.
     pub fn work_done(&mut self, work: WorkId, now: Duration) {
         self.now = now;
-        if let Some((id, src)) = self.staging.open.remove(&work)
-            && let Some(pull) = self.pulls.get_mut(&id)
-        {
-            let next = pull.on_permuted(src, Ok(()), now);
-            self.go_on(id, next);
+        match self.staging.open.remove(&work) {
+            Some(Waiter::Read(id, src)) => {
+                if let Some(pull) = self.pulls.get_mut(&id) {
+                    let next = pull.on_permuted(src, Ok(()), now);
+                    self.go_on(id, next);
+                }
+            }
+            Some(Waiter::Gather(ticket)) => self.gathered(ticket),
+            None => {}
         }
         self.serve_granted();
     }
@@ -60,16 +80,16 @@ impl RankSession {
 
     /// Asks for segments for the sources that wait for one.
     pub(super) fn acquire(&mut self, id: PullId) {
-        let (Some(pull), Some(stager)) = (self.pulls.get(&id), &mut self.staging.stager) else { return };
-        let waiting = |(src, s): (&RankId, &Source)| match (&s.state, &s.steps) {
-            (SourceState::Waiting(_), Some(steps)) => Some((*src, steps.bytes)),
-            _ => None,
-        };
+        let (Some(pull), Some(stager)) = (self.pulls.get_mut(&id), &mut self.staging.stager) else { return };
         let mut failed = None;
-        for (src, bytes) in pull.sources.iter().filter_map(waiting) {
-            match stager.acquire((id, src), bytes) {
-                Ok(None) => {}
-                Ok(Some(segment)) => self.staging.granted.push_back(Grant { waiter: (id, src), segment }),
+        for (&src, source) in &mut pull.sources {
+            let (SourceState::Waiting(_), Some(steps)) = (&source.state, &source.steps) else { continue };
+            match stager.acquire((id, src), steps.bytes) {
+                Ok(Got::InLine) => {}
+                Ok(Got::Segment(segment)) => {
+                    self.staging.granted.push_back(Grant { waiter: Waiter::Read(id, src), segment });
+                }
+                Ok(Got::Busy) => source.go_directly(),
                 Err(text) => failed = Some(format!("source rank {src}: {text}")),
             }
         }
@@ -80,7 +100,12 @@ impl RankSession {
 
     /// Posts the reads of those who have got a segment.
     pub(super) fn serve_granted(&mut self) {
-        while let Some(Grant { waiter: (id, src), segment }) = self.staging.granted.pop_front() {
+        while let Some(Grant { waiter, segment }) = self.staging.granted.pop_front() {
+            let Waiter::Read(id, src) = waiter else {
+                // A gather never waits.
+                self.free_gather(segment);
+                continue;
+            };
             let (cache, transport) = (&self.cache, &self.transport);
             let wire = |steps: &Steps, lane: PeerId| {
                 let fault = |stage, text: String| {
@@ -88,7 +113,7 @@ impl RankSession {
                     RankFault { stage, text, in_doubt: false, bad: Vec::new() }
                 };
                 let info = transport.peer(lane).map_err(|e| fault(Stage::Connect, e.to_string()))?;
-                steps.wire(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
+                steps.wire_to_segment(cache, &info.lens()).map_err(|e| fault(Stage::Plan, e))
             };
             let next = match self.pulls.get_mut(&id) {
                 Some(pull) => pull.on_segment(src, segment, wire),
@@ -109,7 +134,7 @@ impl RankSession {
     pub(super) fn free(&mut self, segments: Vec<Segment>, id: PullId, given_up: Vec<RankId>) {
         let Some(stager) = &mut self.staging.stager else { return };
         for src in given_up {
-            self.staging.granted.extend(stager.cancel((id, src)));
+            self.staging.granted.extend(stager.cancel(Waiter::Read(id, src)));
         }
         for segment in segments {
             self.staging.granted.extend(stager.release(segment));
@@ -125,12 +150,7 @@ impl RankSession {
             _ => Err("there is no staging memory".into()),
         };
         match permute {
-            Ok(permute) => {
-                self.staging.last += 1;
-                let work = WorkId(self.staging.last);
-                self.staging.open.insert(work, (id, src));
-                self.staging.work.push_back(LocalWork { id: work, permute });
-            }
+            Ok(permute) => self.staging.start(Waiter::Read(id, src), permute),
             Err(text) => {
                 let next = pull.on_permuted(src, Err(text), self.now);
                 self.go_on(id, next);

@@ -18,18 +18,18 @@ use crate::owner::{Holder, OfferError};
 use crate::rank::{StagingRefused, Way};
 
 /// Tokens of every request: two blocks of 16 and half of one.
-const N: u64 = 40;
+pub(super) const N: u64 = 40;
 
 fn ids(list: &[u32]) -> Vec<BlockId> {
     list.iter().map(|&id| BlockId::new(id)).collect()
 }
 
-fn held(table: &[u32]) -> SrcGroup {
+pub(super) fn held(table: &[u32]) -> SrcGroup {
     let held = TokenRange::new(Tokens::ZERO, Tokens::new(N));
     SrcPaged { table: BlockTable::new(0, &ids(table)), held, tail: Tail::Exact }.into()
 }
 
-fn room(table: &[u32], cached: u64) -> DstGroup {
+pub(super) fn room(table: &[u32], cached: u64) -> DstGroup {
     DstPaged { table: BlockTable::new(0, &ids(table)), cached: Tokens::new(cached) }.into()
 }
 
@@ -46,11 +46,11 @@ fn slot(slot: Option<u32>, more: &[(u64, u32)]) -> DstGroup {
     DstState { slot: slot.map(BlockId::new), more }.into()
 }
 
-fn listed(table: &[u32]) -> Vec<(BlockId, u64)> {
+pub(super) fn listed(table: &[u32]) -> Vec<(BlockId, u64)> {
     ids(table).into_iter().zip(0..).collect()
 }
 
-fn attention(name: &str) -> Item {
+pub(super) fn attention(name: &str) -> Item {
     Item::paged(name, PagedItem::new(4, vec![Component::new("k", 32, "bf16"), Component::new("v", 32, "bf16")]))
 }
 
@@ -60,7 +60,14 @@ fn mixer(name: &str) -> Item {
 }
 
 /// An engine of these items, in groups of `block` tokens (0 for states).
-fn engine(items: &[Item], groups: &[(&[u32], u32)], tp: u32, pp: usize, rule: HeadRule, style: LayoutStyle) -> Shape {
+pub(super) fn engine(
+    items: &[Item],
+    groups: &[(&[u32], u32)],
+    tp: u32,
+    pp: usize,
+    rule: HeadRule,
+    style: LayoutStyle,
+) -> Shape {
     let spec = ModelSpec::new(items.to_vec()).unwrap();
     let each = items.len().div_ceil(pp);
     let all: Vec<ItemId> = spec.iter().map(|(id, _)| id).collect();
@@ -84,7 +91,7 @@ fn engine(items: &[Item], groups: &[(&[u32], u32)], tp: u32, pp: usize, rule: He
     Shape { spec, groups, ranks, compat, stripe: false, staging: None, script }
 }
 
-fn hybrid(tp: u32, pp: usize, style: LayoutStyle) -> Shape {
+pub(super) fn hybrid(tp: u32, pp: usize, style: LayoutStyle) -> Shape {
     let items: Vec<Item> =
         (0..4).flat_map(|i| [attention(&format!("{i}.attn")), mixer(&format!("{i}.mixer"))]).collect();
     engine(&items, &[(&[0, 2, 4, 6], 16), (&[1, 3, 5, 7], 0)], tp, pp, HeadRule::Split, style)
@@ -102,8 +109,8 @@ fn decode() -> Shape {
 }
 
 /// Bytes of a token and of a state of [`hybrid`].
-const TOKEN_BYTES: u64 = 4 * 4 * 64;
-const STATE_BYTES: u64 = 4 * (16 * 3 * 2 + 8 * 64);
+pub(super) const TOKEN_BYTES: u64 = 4 * 4 * 64;
+pub(super) const STATE_BYTES: u64 = 4 * (16 * 3 * 2 + 8 * 64);
 
 /// A hybrid whose attention is all cached still reads its state; and every request tells what arrived where.
 #[test]
@@ -296,20 +303,20 @@ fn staged(bytes: usize, way: Way) -> Shape {
     Shape { staging: Some((bytes, StagingConfig { way, ..StagingConfig::default() })), ..decode() }
 }
 
-fn places(delivered: &Delivered) -> Vec<Place> {
+pub(super) fn places(delivered: &Delivered) -> Vec<Place> {
     delivered.report().pairs.iter().map(|p| p.place).collect()
 }
 
-fn source() -> Vec<SrcGroup> {
+pub(super) fn source() -> Vec<SrcGroup> {
     vec![held(&[3, 0, 6]), states(&[(N, 7)])]
 }
 
 /// The i-th of some requests with blocks of their own.
-fn destination(i: u32) -> Vec<DstGroup> {
+pub(super) fn destination(i: u32) -> Vec<DstGroup> {
     vec![room(&[i * 4, i * 4 + 1, i * 4 + 2], 0), slot(Some(i * 4 + 3), &[])]
 }
 
-fn is_there(w: &World, i: u32) -> bool {
+pub(super) fn is_there(w: &World, i: u32) -> bool {
     let table = listed(&[i * 4, i * 4 + 1, i * 4 + 2]);
     w.d.found(1, 0, &table, (0, N)) == (N * TOKEN_BYTES, 0)
         && w.d.found(1, 1, &[(BlockId::new(i * 4 + 3), N)], (0, 0)) == (STATE_BYTES, 0)
@@ -536,11 +543,12 @@ fn what_cannot_be_staged_is_refused() {
         let config = StagingConfig { way, ..StagingConfig::default() };
         RankSession::new(who, transport, cache).with_staging(config).err()
     };
-    assert_eq!(refused(Some(1 << 20), Way::Source), Some(StagingRefused::SourceNotServed));
     for (memory, got) in [(None, 0), (Some(100), 100)] {
         let (got, least) = (Bytes::new(got), Bytes::new(4096));
         assert_eq!(refused(memory, Way::Destination), Some(StagingRefused::NoMemory { got, least }));
-        assert_eq!((refused(memory, Way::Auto), refused(memory, Way::Direct)), (None, None));
+        for way in [Way::Auto, Way::Direct, Way::Source] {
+            assert_eq!(refused(memory, way), None);
+        }
     }
     assert_eq!(refused(Some(4096), Way::Destination), None);
 }

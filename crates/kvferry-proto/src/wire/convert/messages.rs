@@ -313,7 +313,7 @@ impl From<&RankJoin> for dto::Join {
     }
 }
 
-fn pairing(d: &dto::Pairing) -> Pairing {
+pub(super) fn pairing(d: &dto::Pairing) -> Pairing {
     let unmatched = |d: &dto::Unmatched| match d {
         dto::Unmatched::Refuse => Unmatched::Refuse,
         dto::Unmatched::Ignore => Unmatched::Ignore,
@@ -327,7 +327,7 @@ fn pairing(d: &dto::Pairing) -> Pairing {
     }
 }
 
-fn write_pairing(p: &Pairing) -> dto::Pairing {
+pub(super) fn write_pairing(p: &Pairing) -> dto::Pairing {
     let unmatched = |u| match u {
         Unmatched::Refuse => dto::Unmatched::Refuse,
         Unmatched::Ignore => dto::Unmatched::Ignore,
