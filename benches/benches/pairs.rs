@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry_benches::measure::{Column, median, number};
 use kvferry_benches::scattered;
 use kvferry_geometry::batch::{Batch, BoundedBatch, Descriptor};
 use kvferry_geometry::compat::Compatible;
@@ -430,43 +431,11 @@ impl Bench {
     }
 }
 
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort();
-    times[times.len() / 2].as_secs_f64()
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-}
-
-/// CPU time of this process so far, all threads.
-fn cpu() -> Duration {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap(), u32::try_from(now.tv_nsec).unwrap())
-}
-
-/// Wall and CPU time of each round.
-#[derive(Default)]
-struct Column {
-    wall: Vec<Duration>,
-    cpu: Vec<Duration>,
-}
-
-impl Column {
-    fn measure<T>(&mut self, once: impl FnOnce() -> T) -> T {
-        let (before, start) = (cpu(), Instant::now());
-        let out = once();
-        self.wall.push(start.elapsed());
-        self.cpu.push(cpu() - before);
-        out
-    }
-
-    /// Median wall and CPU time, without the first round, which warms up.
-    fn medians(mut self) -> (f64, f64) {
-        self.wall.remove(0);
-        self.cpu.remove(0);
-        (median(self.wall), median(self.cpu))
-    }
+/// How long something takes.
+fn timed(once: impl FnOnce()) -> Duration {
+    let start = Instant::now();
+    once();
+    start.elapsed()
 }
 
 fn speed_table(tokens: u32, rounds: usize, most: usize) {
@@ -488,11 +457,15 @@ fn speed_table(tokens: u32, rounds: usize, most: usize) {
             let mut wire = Vec::new();
             for _ in 0..=rounds {
                 let [memcpy, direct, kernels, at_dst, at_src] = &mut columns;
-                memcpy.measure(|| bench.memcpy(threads));
-                direct.measure(|| bench.direct(threads));
-                kernels.measure(|| bench.kernels(threads));
-                wire.push(at_dst.measure(|| bench.at_dst(threads)));
-                at_src.measure(|| bench.at_src(threads));
+                memcpy.measure(|| timed(|| bench.memcpy(threads)));
+                direct.measure(|| timed(|| bench.direct(threads)));
+                kernels.measure(|| timed(|| bench.kernels(threads)));
+                at_dst.measure(|| timed(|| wire.push(bench.at_dst(threads))));
+                at_src.measure(|| {
+                    timed(|| {
+                        bench.at_src(threads);
+                    })
+                });
             }
             let bytes = bench.bytes as f64 / 1e9;
             let [memcpy, direct, kernels, at_dst, at_src] = columns.map(Column::medians);

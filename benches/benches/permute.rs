@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
+use kvferry_benches::measure::{Column, number};
 use kvferry_geometry::batch::{Base, Batch, Dim, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_memory::{BufferOptions, HostBuffer, Permute};
@@ -143,43 +144,6 @@ impl Work {
         let start = Instant::now();
         assert_eq!(self.permute.run(threads).bytes, Bytes::new(self.bytes));
         start.elapsed()
-    }
-}
-
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort();
-    times[times.len() / 2].as_secs_f64()
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-}
-
-/// CPU time of this process so far, all threads.
-fn cpu() -> Duration {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap(), u32::try_from(now.tv_nsec).unwrap())
-}
-
-/// Wall and CPU time of each round.
-#[derive(Default)]
-struct Column {
-    wall: Vec<Duration>,
-    cpu: Vec<Duration>,
-}
-
-impl Column {
-    fn measure(&mut self, once: impl FnOnce() -> Duration) {
-        let before = cpu();
-        self.wall.push(once());
-        self.cpu.push(cpu() - before);
-    }
-
-    /// Bytes per second of wall time, and per second of CPU time; without the first round, which warms up.
-    fn rates(mut self, bytes: u64) -> (f64, f64) {
-        self.wall.remove(0);
-        self.cpu.remove(0);
-        (bytes as f64 / median(self.wall) / 1e9, bytes as f64 / median(self.cpu) / 1e9)
     }
 }
 

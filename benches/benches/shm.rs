@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
+use kvferry_benches::measure::{Column, number};
 use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_shm::{Config, ShmTransport};
@@ -131,45 +132,7 @@ impl Lane {
     }
 }
 
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort();
-    times[times.len() / 2].as_secs_f64()
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-}
-
 const RUNS: [(usize, &str); 4] = [(4 << 10, "4 KiB"), (16 << 10, "16 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB")];
-
-/// CPU time of this process so far, all threads.
-fn cpu() -> Duration {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap(), u32::try_from(now.tv_nsec).unwrap())
-}
-
-/// Wall and CPU time of each round.
-#[derive(Default)]
-struct Column {
-    wall: Vec<Duration>,
-    cpu: Vec<Duration>,
-}
-
-impl Column {
-    fn measure(&mut self, counts: bool, once: impl FnOnce() -> Duration) {
-        let before = cpu();
-        let wall = once();
-        if counts {
-            self.wall.push(wall);
-            self.cpu.push(cpu() - before);
-        }
-    }
-
-    /// Bytes per second of wall time, and per second of CPU time.
-    fn rates(self, total: usize) -> (f64, f64) {
-        (total as f64 / median(self.wall) / 1e9, total as f64 / median(self.cpu) / 1e9)
-    }
-}
 
 fn table(total: usize, rounds: usize, src: &Region, dst: &Region, plain: &Region) {
     println!("{} MiB an operation, scattered; medians of {rounds} alternating rounds, GB/s of wall time", total >> 20);
@@ -180,14 +143,12 @@ fn table(total: usize, rounds: usize, src: &Region, dst: &Region, plain: &Region
         for (run, name) in RUNS {
             let work = Work::new(total, run);
             let [mut memcpy, mut shm, mut vm] = [Column::default(), Column::default(), Column::default()];
-            for round in 0..=rounds {
-                // The first round touches what is touched for the first time.
-                let counts = round > 0;
-                memcpy.measure(counts, || work.memcpy(src, dst, threads));
-                shm.measure(counts, || mapped.read(&work));
-                vm.measure(counts, || copied.read(&work));
+            for _ in 0..=rounds {
+                memcpy.measure(|| work.memcpy(src, dst, threads));
+                shm.measure(|| mapped.read(&work));
+                vm.measure(|| copied.read(&work));
             }
-            let [memcpy, shm, vm] = [memcpy, shm, vm].map(|column| column.rates(total));
+            let [memcpy, shm, vm] = [memcpy, shm, vm].map(|column| column.rates(total as u64));
             println!(
                 "{threads:7} {name:>8} {:8.2} {:8.2}  {:5.2}  {:5.2} | {:10.2}  {:5.2}  {:5.2}",
                 memcpy.0,

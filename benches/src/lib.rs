@@ -1,4 +1,4 @@
-//! Shapes that the benchmarks share.
+//! Shapes that the benchmarks share, and how they measure.
 #![allow(clippy::expect_used, reason = "a benchmark whose shape is wrong has nothing to measure")]
 
 use std::sync::Arc;
@@ -10,6 +10,8 @@ use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, SrcPaged, Tail};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, TokenRange, Tokens};
+
+pub mod measure;
 
 /// Llama-3.1-70B: 80 layers, 8 KV heads of 128 in bf16.
 #[must_use]

@@ -152,7 +152,7 @@ pub(crate) fn fit_with<E: From<DescribeError>>(
 /// Where groups share memory, a page of attention should not be much smaller than a state: the fewest tokens, in kernel blocks
 /// of 16, whose page holds one.
 pub(crate) fn grow_to_states(d: &mut EngineDescription) -> Result<(), DescribeError> {
-    const KERNEL: u64 = 16;
+    const KERNEL: u32 = 16;
     let mut apart = d.clone();
     (apart.layout.share, apart.layout.padding, apart.blocks) = (false, Bytes::ZERO, Some(1));
     let m = apart.manifest()?;
@@ -162,9 +162,9 @@ pub(crate) fn grow_to_states(d: &mut EngineDescription) -> Result<(), DescribeEr
     let token = |v: &PagedView| v.block_stride.get() / u64::from(v.block_size.max(1));
     let token = views().filter_map(View::as_paged).map(token).max().unwrap_or(0);
     if let Some(tokens) = state.checked_next_multiple_of(token).and_then(|b| b.checked_div(token)).filter(|&t| t > 0) {
-        let tokens = u32::try_from(tokens.next_multiple_of(KERNEL)).unwrap_or(u32::MAX);
+        let tokens = u32::try_from(tokens.next_multiple_of(u64::from(KERNEL))).unwrap_or(u32::MAX);
         d.block_size = d.block_size.max(tokens);
-        d.kernel_block.get_or_insert(16);
+        d.kernel_block.get_or_insert(KERNEL);
     }
     Ok(())
 }

@@ -5,9 +5,9 @@
 //! ([`manifest::Manifest::new`]), and from two proven manifests computes who reads what from whom ([`peers`]) and which
 //! byte ranges those are ([`plan`], multiplied by a [`request`]).
 //!
-//! The unit of truth is the *logical byte*: (item, token, head, component, byte), or (item, part, row, unit, byte) of a state. Everything that differs between two
-//! engines (parallelism, block size, layout, grouping, order) is data in their manifests; no function here
-//! branches on it.
+//! The unit of truth is the *logical byte*: (item, token, head, component, byte), or (item, part, row, unit, byte) of a
+//! state. Everything that differs between two engines (parallelism, block size, layout, grouping, order) is data in their
+//! manifests; no function here branches on it.
 #![no_std]
 #![forbid(unsafe_code)]
 

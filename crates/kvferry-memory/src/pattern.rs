@@ -1,6 +1,6 @@
 //! Bytes as a function of their logical coordinate.
 //!
-//! A test or demo fills a prefill rank's caches by coordinate, moves them, and then knows what every byte of a decode
+//! A test or demo fills a source rank's caches by coordinate, moves them, and then knows what every byte of a destination
 //! rank must be without having seen the transfer. Two coordinates that differ in anything (item, token, head,
 //! component, byte) give bytes that look unrelated, so a run that lands one token, head or item off is wrong in
 //! nearly every byte (each is right by chance about once in 256; of 180,000 pairs of coordinates the worst still

@@ -23,7 +23,8 @@ pub enum Grouping {
     ByKind,
     /// One group where all items are paged and keep the same tokens. Else groups by shape, cut into groups of equally many
     /// layers, as vLLM's hybrid memory manager makes them, so that they can share memory: as many as the smallest has, or as
-    /// the largest has where that is less than half as many again. Where the layout shares memory, blocks of smaller pages grow by the whole factor that makes pages equal, if there is one.
+    /// the largest has where that is less than half as many again. Where the layout shares memory, blocks of smaller pages grow
+    /// by the whole factor that makes pages equal, if there is one.
     EqualLayers,
     /// These groups; the first whose rule fits takes the item.
     Listed(Vec<GroupRule>),

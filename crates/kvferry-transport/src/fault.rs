@@ -107,11 +107,6 @@ impl<T: Transport> Faulty<T> {
         }
     }
 
-    /// The script, to change what has not been counted yet.
-    pub fn script_mut(&mut self) -> &mut Script {
-        &mut self.script
-    }
-
     /// Posts what is due; gives the time of the next.
     fn post_due(&mut self, now: Duration) -> Option<Duration> {
         let mut next: Option<Duration> = None;

@@ -6,9 +6,9 @@
 //! No rank is dropped because much waits for it: where more than `FULL` bytes wait for a rank, the driver pauses the peers'
 //! links whose messages add to them, until they are written. Only a connection that takes nothing for 30 seconds is given up,
 //! and a peer's for which more than `TOO_MUCH` waits. What is read is bounded by number, not by bytes: at most `NEWS` messages
-//! and one partial frame for each of `CONNECTIONS` connections, and a frame may have 16 MiB. Hellos, which cost the most to read, are read beside the driver, a few
-//! at a time. What two engines are to each other (compatible or not, the map of peers) is still computed on the driver,
-//! once for each pair of engines and salt.
+//! and one partial frame for each of `CONNECTIONS` connections, and a frame may have 16 MiB. Hellos, which cost the most to
+//! read, are read beside the driver, a few at a time. What two engines are to each other (compatible or not, the map of
+//! peers) is still computed on the driver, once for each pair of engines and salt.
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;

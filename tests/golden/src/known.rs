@@ -44,18 +44,6 @@ impl KnownWrong {
     pub fn has(&self, name: &str) -> bool {
         self.0.contains(name)
     }
-
-    /// How many there are.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
 }
 
 fn text(path: &PathBuf) -> Result<Option<String>, ReadError> {

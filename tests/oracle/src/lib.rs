@@ -1,6 +1,6 @@
 //! The slow oracle: what a transfer must do to memory, found by walking logical coordinates one by one.
 //!
-//! It reads declared data only (specs, placements, views, block tables) and shares no arithmetic with the planner:
+//! But for [`prove`] it reads declared data only (specs, placements, views, block tables), and shares no arithmetic with the planner:
 //! tokens are dealt out one at a time, block tables are walked entry by entry, batches are expanded by the formula in
 //! [`kvferry_geometry::batch`] with plain loops. A fault in the planner's arithmetic therefore has no twin here.
 //!

@@ -9,7 +9,8 @@ use crate::units::RegionId;
 ///
 /// ```text
 /// direct = descriptors · descriptor_ns + bytes / wire
-/// staged = stage_ns + descriptors of the wire step · descriptor_ns + bytes / wire + runs of the local step · run_ns + bytes / permute
+/// staged = stage_ns + descriptors of the wire step · descriptor_ns + bytes / wire
+///        + runs of the local step · run_ps / 1000 + bytes / permute
 /// ```
 ///
 /// The two steps don't overlap in this model.

@@ -221,7 +221,8 @@ impl Stager {
             .ok_or_else(|| "its segment passes all memory".to_owned())
             .and_then(|local| {
                 let staging = |r| (r == id).then(|| memory.region.clone());
-                bind(local, cache, |r| cache.regions().get(r.index()).cloned(), staging)
+                // It is sent next, so it should be in the caches.
+                Ok(bind(local, cache, |r| cache.regions().get(r.index()).cloned(), staging)?.read_soon())
             });
         match permute {
             Ok(permute) => {
