@@ -181,3 +181,32 @@ fn the_cost_model_stages_when_descriptors_are_dear_and_the_pool_is_large_enough(
     assert!(free.direct_is_best(&direct));
     assert!(Staged::new(&direct, Place::Direct, RegionId::ZERO).is_none());
 }
+
+/// Both engines compute a staged batch for themselves, so its order is part of what they agree on: where this changes, peers
+/// of another version must not gather for each other.
+#[test]
+fn the_order_of_a_staged_batch_is_pinned() {
+    let src = Shape { tp: 2, block: 64, style: LayoutStyle::PACKED_ROWS };
+    let dst = Shape { tp: 4, block: 24, style: LayoutStyle::NHD };
+    let mut sum = 0xcbf2_9ce4_8422_2325u64;
+    for (direct, ..) in batches(src, dst) {
+        let staged = Staged::new(&direct, Place::Source, RegionId::new(7)).unwrap();
+        for batch in [&direct, &staged.local, &staged.wire] {
+            let (mut cursor, mut out) = (batch.cursor(), [Descriptor::default(); 64]);
+            loop {
+                let n = cursor.fill(&mut out);
+                if n == 0 {
+                    break;
+                }
+                for d in &out[..n] {
+                    for number in
+                        [d.src_region.get().into(), d.dst_region.get().into(), d.src_offset, d.dst_offset, d.len]
+                    {
+                        sum = (sum ^ number).wrapping_mul(0x0100_0000_01b3);
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(sum, 6_516_940_189_161_489_781);
+}

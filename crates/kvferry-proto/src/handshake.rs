@@ -58,7 +58,9 @@ impl fmt::Display for Versions {
 pub struct Abilities(pub u64);
 
 impl Abilities {
-    /// Answers [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather).
+    /// Answers [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather). Both engines compute the gathered batch for
+    /// themselves, so this bit also stands for its order (`the_order_of_a_staged_batch_is_pinned` holds it): where that
+    /// changes, another bit must take this one's place.
     pub const GATHER: Self = Self(1);
     /// What this crate can do.
     pub const OURS: Self = Self::GATHER;
