@@ -164,7 +164,7 @@ mod tests {
     fn serde_stays_in_the_wire() {
         let line = "use serde::Serialize;\n";
         assert_eq!(found("crates/kvferry-proto/src/wire/frame.rs", line), 0);
-        assert_eq!(found("crates/kvferry-proto/src/wire.rs", line), 0);
+        assert_eq!(found("crates/kvferry-proto/src/wire/mod.rs", line), 0);
         assert_eq!(found("crates/kvferry-proto/src/lease.rs", line), 1);
         assert_eq!(found("crates/kvferry-models/src/config.rs", line), 0);
     }
