@@ -374,7 +374,11 @@ impl RankSession {
     fn go_on(&mut self, id: PullId, next: Next) {
         if let Some(pull) = self.pulls.get_mut(&id) {
             let (freed, given_up) = (std::mem::take(&mut pull.freed), std::mem::take(&mut pull.given_up));
+            let lost = std::mem::take(&mut pull.lost);
             self.free(freed, id, given_up);
+            if lost {
+                self.segment_lost();
+            }
         }
         match next {
             Next::Wait => {}

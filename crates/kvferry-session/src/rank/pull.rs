@@ -122,6 +122,8 @@ pub(super) struct Pull {
     pub(super) freed: Vec<Segment>,
     /// Sources that don't wait for a segment any more.
     pub(super) given_up: Vec<RankId>,
+    /// Whether a segment was lost to a read in doubt.
+    pub(super) lost: bool,
 }
 
 impl Pull {
@@ -143,6 +145,7 @@ impl Pull {
             bad: Vec::new(),
             freed: Vec::new(),
             given_up: Vec::new(),
+            lost: false,
         }
     }
 
@@ -178,7 +181,9 @@ impl Pull {
         };
         source.state = SourceState::Ended;
         let lent = segment(source);
-        if !in_doubt {
+        if in_doubt {
+            self.lost |= lent.is_some();
+        } else {
             self.freed.extend(lent);
         }
         let text = format!("source rank {src}: {error}");

@@ -102,7 +102,7 @@ pub(super) enum Got {
     Segment(Segment),
     /// It will come.
     InLine,
-    /// It might not come for as long as a peer likes.
+    /// It might not come for as long as a peer likes, or ever.
     Busy,
 }
 
@@ -118,6 +118,8 @@ struct Memory {
     pool: StagingPool<Waiter>,
     /// Segments that are lent to gathers.
     gathers: usize,
+    /// Whether a read in doubt has taken a segment out of use for good.
+    lost: bool,
 }
 
 impl Stager {
@@ -164,7 +166,7 @@ impl Stager {
         let waiter = Waiter::Read(pull, src);
         match memory.pool.acquire(waiter, bytes) {
             Ok(Acquired::Granted(segment)) => Ok(Got::Segment(segment)),
-            Ok(Acquired::Queued) if memory.gathers > 0 => {
+            Ok(Acquired::Queued) if memory.gathers > 0 || memory.lost => {
                 // It was the last in line, so that nobody is served by this.
                 drop(memory.pool.cancel(waiter));
                 Ok(Got::Busy)
@@ -179,6 +181,13 @@ impl Stager {
     pub(super) fn release(&mut self, segment: Segment) -> Vec<Grant<Waiter>> {
         // There is one pool; what it didn't lend would stay out of use.
         self.memory.as_mut().map_or_else(Vec::new, |m| m.pool.release(segment).unwrap_or_default())
+    }
+
+    /// A segment won't come back. From now on nobody stands in line: it might never be long enough again.
+    pub(super) fn lose(&mut self) {
+        if let Some(memory) = &mut self.memory {
+            memory.lost = true;
+        }
     }
 
     /// Takes a waiter out of the line.
@@ -262,7 +271,7 @@ impl Memory {
         let all = (0u32..).map(RegionId::new).zip(cache.regions().iter().chain(cache.staging()));
         match all.map(|(id, r)| (id, r.kind())).find(|(_, kind)| *kind != MemoryKind::Host) {
             Some((region, kind)) => Err(StagingRefused::NotHost { region, kind }),
-            None => Ok(Self { region, pool, gathers: 0 }),
+            None => Ok(Self { region, pool, gathers: 0, lost: false }),
         }
     }
 }

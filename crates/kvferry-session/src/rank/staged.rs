@@ -141,6 +141,25 @@ impl RankSession {
         }
     }
 
+    /// A read in doubt keeps its segment, so those in line may wait for ever: they go directly.
+    pub(super) fn segment_lost(&mut self) {
+        let Some(stager) = &mut self.staging.stager else { return };
+        stager.lose();
+        let mut direct = Vec::new();
+        for (&id, pull) in &mut self.pulls {
+            for (&src, source) in &mut pull.sources {
+                if matches!(source.state, SourceState::Waiting(_)) {
+                    source.go_directly();
+                    self.staging.granted.extend(stager.cancel(Waiter::Read(id, src)));
+                    direct.push(id);
+                }
+            }
+        }
+        for id in direct {
+            self.post(id);
+        }
+    }
+
     /// Hands the driver a permutation.
     pub(super) fn permute(&mut self, id: PullId, src: RankId) {
         let Some(pull) = self.pulls.get_mut(&id) else { return };

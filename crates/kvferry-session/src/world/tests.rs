@@ -527,6 +527,32 @@ fn segments_of_failed_reads_come_back_and_those_in_doubt_do_not() {
     }
 }
 
+/// What a read in doubt keeps may be most of the pool: then reads that don't fit beside it go directly, those in line too.
+#[test]
+fn a_segment_in_doubt_holds_nobody_up() {
+    let in_doubt = |pool| {
+        let mut d = staged(pool, Way::Destination);
+        d.script.submit = [(0, OpFault::InDoubt(lost())), (1, OpFault::InDoubt(lost()))].into();
+        let w = World::new(prefill(), d);
+        w.p.fill(1, &source());
+        w
+    };
+    let mut w = in_doubt(1 << 16);
+    assert!(w.pull(N, source(), destination(0)).is_err());
+    let one = w.d.ranks[0].staging_lent().get();
+    let mut w = in_doubt(usize::try_from(one).unwrap());
+    let fence = w.offer(source());
+    let wish = w.wish(&fence, N, destination(0));
+    let first = w.d.owner.pull(wish, w.now);
+    let fence = w.offer(source());
+    let wish = w.wish(&fence, N, destination(1));
+    let second = w.d.owner.pull(wish, w.now);
+    w.run(60);
+    assert!(w.end_of(first).unwrap().is_err() && w.end_of(second).unwrap().is_ok());
+    assert!(is_there(&w, 1));
+    assert!(w.pull(N, source(), destination(2)).is_ok());
+}
+
 #[test]
 fn what_cannot_be_staged_is_refused() {
     let refused = |memory: Option<usize>, way| {
