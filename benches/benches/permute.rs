@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use kvferry_benches::measure::{Column, number};
+use kvferry_benches::measure::{Column, number, shared_out};
 use kvferry_geometry::batch::{Base, Batch, Dim, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_memory::{BufferOptions, HostBuffer, Permute};
@@ -129,14 +129,7 @@ impl Work {
                 unsafe { std::ptr::copy_nonoverlapping(from, to, self.block) };
             }
         };
-        let mut shares = self.plain.chunks(self.plain.len().div_ceil(threads));
-        let own = shares.next().unwrap();
-        std::thread::scope(|scope| {
-            for share in shares {
-                scope.spawn(move || copy(share));
-            }
-            copy(own);
-        });
+        shared_out(&self.plain, threads, copy);
         start.elapsed()
     }
 

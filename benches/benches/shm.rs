@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use kvferry_benches::measure::{Column, number};
+use kvferry_benches::measure::{Column, number, shared_out};
 use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_shm::{Config, ShmTransport};
@@ -79,14 +79,7 @@ impl Work {
                 unsafe { std::ptr::copy_nonoverlapping(from, to, self.run) };
             }
         };
-        let mut shares = self.pairs.chunks(self.pairs.len().div_ceil(threads));
-        let own = shares.next().unwrap();
-        std::thread::scope(|scope| {
-            for share in shares {
-                scope.spawn(move || copy(share));
-            }
-            copy(own);
-        });
+        shared_out(&self.pairs, threads, copy);
         start.elapsed()
     }
 }

@@ -50,3 +50,16 @@ impl Column {
         (bytes as f64 / wall / 1e9, bytes as f64 / cpu / 1e9)
     }
 }
+
+/// Does `each` on equal shares of a list, one for each thread.
+pub fn shared_out<T: Sync>(list: &[T], threads: usize, each: impl Fn(&[T]) + Sync) {
+    let mut shares = list.chunks(list.len().div_ceil(threads.max(1)).max(1));
+    let own = shares.next().unwrap_or_default();
+    let each = &each;
+    std::thread::scope(|scope| {
+        for share in shares {
+            scope.spawn(move || each(share));
+        }
+        each(own);
+    });
+}

@@ -10,8 +10,6 @@
     reason = "a test whose corpus can't be read has failed"
 )]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -20,53 +18,12 @@ use std::time::{Duration, Instant};
 use kvferry_fuzz::mutate::{Rng, mutate};
 use kvferry_fuzz::{Reached, TARGETS, Target};
 
+mod counting;
+
 /// The most memory that one input may need at a time. The list that proves a layout free from overlap is the largest piece.
 const MAX_BYTES: i64 = 256 << 20;
 /// The longest that one input may take; far more than any does, as other work may be going on.
 const MAX_TIME: Duration = Duration::from_secs(20);
-
-thread_local! {
-    /// Bytes in use, and the most since it was last set.
-    static LIVE: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
-}
-
-fn count(bytes: i64) {
-    LIVE.with(|c| {
-        let (live, peak) = c.get();
-        c.set((live + bytes, peak.max(live + bytes)));
-    });
-}
-
-fn signed(bytes: usize) -> i64 {
-    i64::try_from(bytes).unwrap_or(i64::MAX)
-}
-
-struct Counting;
-
-// SAFETY: every call goes to the system's allocator unchanged; the counter is plain thread-local data without a
-// destructor and allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(signed(layout.size()));
-        // SAFETY: the caller keeps `alloc`'s contract, which is `System`'s.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count(signed(layout.size()));
-        // SAFETY: as above. Memory that is never touched costs nothing, but it was asked for.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        count(-signed(layout.size()));
-        // SAFETY: the caller keeps `dealloc`'s contract, and `ptr` came from `System`.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 fn corpus(target: &Target) -> Vec<(PathBuf, Vec<u8>)> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -92,14 +49,9 @@ fn bounded(target: &Target, input: &[u8], what: &str) -> Reached {
         let path = std::env::temp_dir().join(format!("kvferry-fuzz-{}-{:08x}", target.name, sum(input)));
         std::fs::write(&path, input).map_or_else(|e| e.to_string(), |()| path.display().to_string())
     };
-    let before = LIVE.with(|c| {
-        let live = c.get().0;
-        c.set((live, live));
-        live
-    });
     let start = Instant::now();
-    let reached = catch_unwind(AssertUnwindSafe(|| (target.run)(input)));
-    let (took, peak) = (start.elapsed(), LIVE.with(Cell::get).1 - before);
+    let (reached, peak) = counting::peak(|| catch_unwind(AssertUnwindSafe(|| (target.run)(input))));
+    let took = start.elapsed();
     let Ok(reached) = reached else { panic!("{}: {what} breaks a promise; the input is {}", target.name, kept()) };
     assert!(peak <= MAX_BYTES, "{}: {what} needs {peak} bytes; the input is {}", target.name, kept());
     assert!(took <= MAX_TIME, "{}: {what} takes {took:?}; the input is {}", target.name, kept());

@@ -77,18 +77,7 @@ impl CostArgs {
 
     /// One choice for an operator, or the sum of several.
     pub(super) fn text(self, of: &str, choice: &Choice) -> String {
-        let row = |c: &Cost| {
-            let staged = c.place != Place::Direct;
-            let local = |n: String| if staged { n } else { "-".into() };
-            vec![
-                c.place.to_string(),
-                show::time(c.ns),
-                show::count(c.descriptors),
-                local(show::count(c.runs)),
-                local(show::size(c.staging)),
-                if c.fits { String::new() } else { "larger than the pool".into() },
-            ]
-        };
+        let row = |c: &Cost| row(c, if c.fits { String::new() } else { "larger than the pool".into() });
         let rows: Vec<Vec<String>> = ways(choice).map(row).collect();
         let headings = ["way", "time", "descriptors on the wire", "local runs", "staging", ""];
         let table = show::table("    ", &headings, &rows);
@@ -172,19 +161,7 @@ pub(super) struct Sum {
 impl Sum {
     /// One line for each way, and what choosing for each pair gives.
     pub(super) fn text(&self) -> String {
-        let row = |c: &Cost| {
-            let staged = c.place != Place::Direct;
-            let local = |n: String| if staged { n } else { "-".into() };
-            let pairs = self.best[c.place as usize];
-            vec![
-                c.place.to_string(),
-                show::time(c.ns),
-                show::count(c.descriptors),
-                local(show::count(c.runs)),
-                local(show::size(c.staging)),
-                show::number_of(pairs, "pair"),
-            ]
-        };
+        let row = |c: &Cost| row(c, show::number_of(self.best[c.place as usize], "pair"));
         let mut rows: Vec<Vec<String>> = ways(&self.all).map(row).collect();
         let pairs = show::number_of(self.best.iter().sum(), "pair");
         let dash = || "-".to_owned();
@@ -245,6 +222,13 @@ pub(super) fn json(choice: &Choice) -> Value {
         "best": key(choice.best.place),
         "why": why(choice),
     })
+}
+
+/// One way as a row of a table, with a last cell of the table's own.
+fn row(c: &Cost, last: String) -> Vec<String> {
+    let local = |n: String| if c.place == Place::Direct { "-".into() } else { n };
+    let (runs, staging) = (local(show::count(c.runs)), local(show::size(c.staging)));
+    vec![c.place.to_string(), show::time(c.ns), show::count(c.descriptors), runs, staging, last]
 }
 
 #[cfg(test)]
