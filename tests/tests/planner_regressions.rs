@@ -167,6 +167,21 @@ fn a_value_stays_where_none_of_its_entries_moves() {
     assert_eq!(transfer(&window(), &window(), 249, &[Tail::Exact], 7).moved, 0);
 }
 
+/// A value begun with an entry that the window has left, and frozen while its next entry isn't full, moves with the tail.
+#[test]
+fn a_value_begun_before_the_window_moves_with_a_frozen_tail() {
+    let window = || scaled(Retention::Window(Tokens::new(2)), 2, 2, 4);
+    let table = || BlockTable::contiguous(0, BlockId::ZERO, 14);
+    let held = TokenRange::new(Tokens::new(54), Tokens::new(55));
+    let request = Request {
+        tokens: Tokens::new(55),
+        src: vec![SrcPaged { table: table(), held, tail: Tail::Frozen }.into()],
+        dst: vec![DstPaged { table: table(), cached: Tokens::ZERO }.into()],
+    };
+    // The entry of tokens 54 and 55, as zeros, and the value.
+    assert_eq!(proven(&window(), &window(), &request).moved, 2 + 4);
+}
+
 /// Of the first value's entries only one is complete.
 #[test]
 fn a_value_moves_with_its_first_entry() {

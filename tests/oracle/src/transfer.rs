@@ -197,7 +197,9 @@ impl Transfer<'_> {
     pub(crate) fn known(&self, item: usize, cell: &Cell<'_>) -> Result<Known, Finding> {
         let Some(paged) = paged_of(self.src, item) else { return Ok(Known::Held) };
         let SrcTable { held, frozen, .. } = self.src_table(item)?;
-        let computed = cell.entries().any(|last| held.contains(&last));
+        // A value of several entries was begun with its first entry, also where that is no longer held and the next is not full.
+        let begun = cell.entries().any(|last| last < held.start) && cell.entries().any(|last| last >= held.end);
+        let computed = cell.entries().any(|last| held.contains(&last)) || begun && !held.is_empty();
         // The bytes behind a ring's last token are those of older ones.
         let is_ring = matches!(paged.retention, Retention::Ring(_));
         let frozen_end =
