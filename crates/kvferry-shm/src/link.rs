@@ -544,7 +544,7 @@ fn lane(plain: usize, all: usize, works: Option<bool>) -> Lane {
             (LaneKind::SharedMemory, detail)
         }
     };
-    Lane { kind, detail, measured: None }
+    Lane { kind, transports: Vec::new(), detail, measured: None }
 }
 
 fn lost(mut news: Vec<News>, cause: LostCause) -> Vec<News> {

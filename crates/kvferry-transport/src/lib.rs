@@ -10,6 +10,7 @@
 //! | [`Region`] | memory that may be registered; its one unsafe constructor is where foreign memory is promised |
 //! | [`blob`] | the frame of what ranks tell each other about their registrations, and its validation |
 //! | [`strips`], [`copy`] | a batch walked by loops, cut at any byte, and copied; for backends that copy themselves |
+//! | [`access`] | asking before touching, for backends on one-sided lanes |
 //! | [`admit`], [`table`] | the checks every backend runs on a submission before anything is posted, and on a registration |
 //! | [`mem`] | the reference backend, inside one process, with faults on demand |
 //! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
@@ -19,6 +20,7 @@
 //! outlives every operation that names it; unsafe code stands only in [`region`] and [`copy`].
 #![deny(unsafe_code)]
 
+pub mod access;
 pub mod admit;
 pub mod blob;
 pub mod conformance;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_geometry::batch::BoundedBatch;
+use kvferry_geometry::staged::CostModel;
 use kvferry_geometry::units::{Bytes, RegionId};
 
 use crate::error::{LostCause, TransferError};
@@ -190,6 +191,9 @@ impl Event {
 pub enum Revocation {
     /// After `revoke` returned, no peer's operation touches the memory: evidence that a writer has stopped.
     Excludes,
+    /// After `revoke` returned, no *further* operation of a peer begins on the memory. One that had begun may touch it until it
+    /// ends, and the memory's owner is kept alive until then: no evidence that a writer has stopped.
+    Fences,
     /// The backend cannot take back access.
     Unsupported,
 }
@@ -221,6 +225,9 @@ pub struct Capabilities {
     pub max_in_flight: usize,
     /// What `revoke` achieves.
     pub revocation: Revocation,
+    /// What a transfer over it costs, for the choice between moving directly and staging: round numbers of a typical lane of the
+    /// backend, until somebody measures the one that there is.
+    pub cost: CostModel,
 }
 
 impl Capabilities {
@@ -236,6 +243,7 @@ impl Capabilities {
             max_notify: 64 << 10,
             max_in_flight: 1 << 16,
             revocation: Revocation::Unsupported,
+            cost: CostModel::default(),
         }
     }
 }
@@ -256,6 +264,41 @@ pub enum LaneKind {
     DeviceDirect,
     /// A byte stream (TCP).
     Stream,
+    /// The backend doesn't say.
+    Unknown,
+}
+
+impl LaneKind {
+    /// Every kind.
+    pub const ALL: [Self; 7] = [
+        Self::InProcess,
+        Self::SharedMemory,
+        Self::CrossProcess,
+        Self::Rdma,
+        Self::DeviceDirect,
+        Self::Stream,
+        Self::Unknown,
+    ];
+
+    /// Its name, as policies and reports write it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::InProcess => "in-process",
+            Self::SharedMemory => "shm",
+            Self::CrossProcess => "cma",
+            Self::Rdma => "rdma",
+            Self::DeviceDirect => "device",
+            Self::Stream => "tcp",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for LaneKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// What a preflight measured on a lane.
@@ -272,6 +315,9 @@ pub struct Measured {
 pub struct Lane {
     /// Its kind.
     pub kind: LaneKind,
+    /// The library's own names of what carries the bytes of transfers, lower case and without devices: `cma`, `rc_mlx5`,
+    /// `cuda_ipc`, ... Empty where the kind says it all.
+    pub transports: Vec<String>,
     /// In the backend's words, for people.
     pub detail: String,
     /// What was measured on it, if anything was.

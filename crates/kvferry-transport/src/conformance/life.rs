@@ -77,8 +77,9 @@ fn revoked(h: &mut dyn Harness, scope: impl Fn(&Pair) -> RevokeScope) -> Result<
         let op = pair.submit(peer, kind, &sample, Some(b"x"))?;
         pair.near.step(h.now());
         pair.far.revoke(scope).map_err(|e| e.to_string())?;
-        // From here on nothing may be touched, whatever the outcome.
-        let far: Vec<_> = if kind == OpKind::Write { memory.dst.clone() } else { Vec::new() };
+        // From here on nothing may be touched, whatever the outcome, where that is promised.
+        let excludes = pair.far.capabilities().revocation == Revocation::Excludes;
+        let far: Vec<_> = if kind == OpKind::Write && excludes { memory.dst.clone() } else { Vec::new() };
         let frozen: Vec<_> = far.iter().map(crate::region::Region::to_vec).collect();
         let end = pair.end_of(h, op)?;
         let late = pair.submit(peer, kind, &sample, Some(b"y"))?;

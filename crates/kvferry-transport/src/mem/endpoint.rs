@@ -219,7 +219,8 @@ impl Transport for MemTransport {
         };
         let peer = PeerId::new(self.next_peer);
         self.next_peer += 1;
-        let lane = Lane { kind: LaneKind::InProcess, detail: "copy inside one process".to_owned(), measured: None };
+        let detail = "copy inside one process".to_owned();
+        let lane = Lane { kind: LaneKind::InProcess, transports: Vec::new(), detail, measured: None };
         let info = PeerInfo { endpoint, regions: blob.regions, lane };
         self.peers.insert(peer, Conn { info, shared, generation: blob.generation, link: Link::New });
         Ok(peer)
