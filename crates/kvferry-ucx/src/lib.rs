@@ -1,0 +1,1 @@
+//! The UCX backend of kvferry.
