@@ -301,7 +301,7 @@ impl RankSession {
                 let info =
                     self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
                 let theirs = staging_of(&peer, src, &info);
-                let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch, theirs));
+                let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch, theirs, &info.lane));
                 let batch = bind_read(batch, &info, &self.cache).map_err(unbound)?;
                 match steps {
                     Some(steps) => Source::staged(lane, batch, before, steps, theirs.0),

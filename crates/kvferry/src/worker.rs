@@ -103,8 +103,9 @@ pub struct StagingOptions {
     pub pool: Bytes,
     /// Which reads are staged: those for which it is cheaper, by default.
     pub way: Way,
-    /// What the ways cost.
-    pub cost: CostModel,
+    /// What the ways cost. `None`, by default: what the transport says that they cost over it, refined by what was measured on a
+    /// lane.
+    pub cost: Option<CostModel>,
     /// Threads that permute what was staged into place, or gather, at least one. By default half of the processors that there are, 4 at most.
     pub threads: usize,
 }
@@ -112,7 +113,7 @@ pub struct StagingOptions {
 impl Default for StagingOptions {
     fn default() -> Self {
         let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { pool: Bytes::ZERO, way: Way::Auto, cost: CostModel::default(), threads: (processors / 2).clamp(1, 4) }
+        Self { pool: Bytes::ZERO, way: Way::Auto, cost: None, threads: (processors / 2).clamp(1, 4) }
     }
 }
 

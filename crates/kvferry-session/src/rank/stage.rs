@@ -17,7 +17,7 @@ use kvferry_geometry::staged::{CostModel, Place, Pools, Staged};
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_memory::Permute;
 use kvferry_proto::rank::PullId;
-use kvferry_transport::{MemoryKind, Region};
+use kvferry_transport::{Lane, Measured, MemoryKind, Region};
 
 use crate::cache::LocalCache;
 use crate::staging::{Acquired, Grant, Segment, StagingPool};
@@ -42,8 +42,9 @@ pub enum Way {
 /// How a rank stages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct StagingConfig {
-    /// What the ways cost.
-    pub cost: CostModel,
+    /// What the ways cost. `None`: what the transport says that they cost over it, and over a lane that was measured, what was
+    /// measured.
+    pub cost: Option<CostModel>,
     /// Which one is taken.
     pub way: Way,
 }
@@ -109,6 +110,8 @@ pub(super) enum Got {
 /// Which reads a rank stages, and its memory for it, if it has some.
 pub(super) struct Stager {
     config: StagingConfig,
+    /// What the transport says that the ways cost.
+    backend: CostModel,
     id: RegionId,
     memory: Option<Memory>,
 }
@@ -124,7 +127,11 @@ struct Memory {
 
 impl Stager {
     /// How a cache's reads are staged, unless all go directly.
-    pub(super) fn new(cache: &LocalCache, config: StagingConfig) -> Result<Option<Self>, StagingRefused> {
+    pub(super) fn new(
+        cache: &LocalCache,
+        config: StagingConfig,
+        backend: CostModel,
+    ) -> Result<Option<Self>, StagingRefused> {
         if config.way == Way::Direct {
             return Ok(None);
         }
@@ -132,12 +139,13 @@ impl Stager {
             Err(refused) if config.way == Way::Destination => return Err(refused),
             memory => memory.ok(),
         };
-        Ok(Some(Self { config, id: cache.staging_id(), memory }))
+        Ok(Some(Self { config, backend, id: cache.staging_id(), memory }))
     }
 
-    /// The two steps of a batch, if it is to be staged; `theirs` is the staging memory of the source's rank.
-    pub(super) fn choose(&self, direct: &Batch, theirs: (RegionId, Bytes)) -> Option<Steps> {
-        let cost = &self.config.cost;
+    /// The two steps of a batch that comes over a lane, if it is to be staged; `theirs` is the staging memory of the source's
+    /// rank.
+    pub(super) fn choose(&self, direct: &Batch, theirs: (RegionId, Bytes), lane: &Lane) -> Option<Steps> {
+        let cost = self.config.cost.unwrap_or_else(|| on_lane(self.backend, lane.measured));
         let places: &[Place] = match self.config.way {
             Way::Direct => &[],
             Way::Destination => &[Place::Destination],
@@ -336,6 +344,14 @@ impl Steps {
     }
 }
 
+/// The model of a lane that was measured. What a small operation took is latency, which is the same whichever way is taken; a
+/// descriptor's share of a batch is not to be had from it.
+#[expect(clippy::cast_possible_truncation, reason = "it saturates, and what isn't a number becomes 0")]
+fn on_lane(model: CostModel, measured: Option<Measured>) -> CostModel {
+    let rate = measured.map_or(0, |m| (m.bytes_per_second / 1e6) as u64);
+    if rate == 0 { model } else { CostModel { wire_bytes_per_us: rate, ..model } }
+}
+
 /// A step whose staging side is moved to a place in that memory.
 fn moved(batch: &Batch, side: Side, (staging, by): (RegionId, Bytes)) -> Option<Batch> {
     let base = |b: &Base| {
@@ -369,9 +385,11 @@ fn bind(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use kvferry_geometry::batch::{Nest, PairRun, Part};
-    use kvferry_transport::Transport;
     use kvferry_transport::mem::MemNetwork;
+    use kvferry_transport::{LaneKind, Transport};
 
     use super::*;
     use crate::testing;
@@ -400,9 +418,7 @@ mod tests {
         stager.acquire((PullId(id), RankId::new(0)), pages(n)).unwrap()
     }
 
-    /// Reads wait for reads alone, and gathers for nobody; so no two requests can wait for each other.
-    #[test]
-    fn nobody_waits_for_a_gather() {
+    fn stager(config: StagingConfig, backend: CostModel) -> (LocalCache, Stager) {
         let network = MemNetwork::new(1);
         let mut transport: Box<dyn Transport> = Box::new(network.endpoint().unwrap());
         let manifest = testing::shape(1).2.swap_remove(0);
@@ -413,8 +429,46 @@ mod tests {
         let cache = LocalCache::register(&mut *transport, manifest, regions).unwrap();
         let memory = Region::zeroed(usize::try_from(pages(4).get()).unwrap()).unwrap();
         let cache = cache.with_staging(&mut *transport, memory).unwrap();
-        let mut stager = Stager::new(&cache, StagingConfig::default()).unwrap().unwrap();
+        let stager = Stager::new(&cache, config, backend).unwrap().unwrap();
+        (cache, stager)
+    }
 
+    /// The transport's numbers decide, unless others are given; over a lane that was measured, what was measured.
+    #[test]
+    fn the_costs_are_the_transports_unless_others_are_given() {
+        // 64 rows of 64 bytes that don't touch at the source, and do at the destination.
+        let mut scattered = batch(1).sections().to_vec();
+        let part = &mut scattered[0].parts[0];
+        (part.src_block_stride, part.dst_block_stride, part.nest) = (128, 64, Nest::run(64));
+        part.pairs = vec![PairRun { src: 0, dst: 0, count: 64 }].into();
+        let scattered = Batch::new(scattered);
+        let theirs = (RegionId::new(1), pages(1));
+        let mut lane = Lane { kind: LaneKind::Unknown, transports: Vec::new(), detail: String::new(), measured: None };
+        let (dear, cheap) = (1_000_000, 0);
+        let model = |descriptor_ns| CostModel { descriptor_ns, ..CostModel::default() };
+        for (given, backend, place) in [
+            (None, dear, Some(Place::Source)),
+            (None, cheap, None),
+            (Some(model(cheap)), dear, None),
+            (Some(model(dear)), cheap, Some(Place::Source)),
+        ] {
+            let (_, stager) = stager(StagingConfig { cost: given, ..StagingConfig::default() }, model(backend));
+            let chosen = stager.choose(&scattered, theirs, &lane).map(|steps| steps.place);
+            assert_eq!(chosen, place, "{given:?} {backend}");
+        }
+        for (bytes_per_second, wire) in
+            [(3.1e9, 3_100), (f64::MAX, u64::MAX), (0.0, 50_000), (-1.0, 50_000), (f64::NAN, 50_000)]
+        {
+            lane.measured = Some(Measured { bytes_per_second, per_operation: Duration::from_micros(30) });
+            let expected = CostModel { wire_bytes_per_us: wire, ..CostModel::default() };
+            assert_eq!(on_lane(CostModel::default(), lane.measured), expected, "{bytes_per_second}");
+        }
+    }
+
+    /// Reads wait for reads alone, and gathers for nobody; so no two requests can wait for each other.
+    #[test]
+    fn nobody_waits_for_a_gather() {
+        let (cache, mut stager) = stager(StagingConfig::default(), CostModel::default());
         let (gathered, _) = stager.gather(1, &batch(1), &cache).unwrap();
         let Got::Segment(first) = read(&mut stager, 1, 3) else { panic!("there is room") };
         // All is lent, to a gather among others: a read goes directly, and so does a gather.

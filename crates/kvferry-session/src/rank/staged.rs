@@ -47,7 +47,7 @@ impl RankSession {
     /// # Errors
     /// If it can't stage so.
     pub fn with_staging(mut self, config: StagingConfig) -> Result<Self, StagingRefused> {
-        self.staging.stager = Stager::new(&self.cache, config)?;
+        self.staging.stager = Stager::new(&self.cache, config, self.transport.capabilities().cost)?;
         Ok(self)
     }
 

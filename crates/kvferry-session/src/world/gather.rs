@@ -2,7 +2,7 @@
 
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::placement::HeadRule;
-use kvferry_geometry::staged::Place;
+use kvferry_geometry::staged::{CostModel, Place};
 use kvferry_geometry::units::Bytes;
 use kvferry_proto::handshake::Abilities;
 use kvferry_proto::peer::GatherAnswer;
@@ -126,7 +126,7 @@ fn the_cheapest_way_is_taken() {
     {
         let mut d = decode(Way::Auto);
         if let Some((_, config)) = &mut d.staging {
-            config.cost.descriptor_ns = descriptor_ns;
+            config.cost = Some(CostModel { descriptor_ns, ..CostModel::default() });
         }
         let mut w = World::new(prefill(pool), d);
         w.p.fill(1, &source());

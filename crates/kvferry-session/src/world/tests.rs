@@ -5,7 +5,7 @@ use kvferry_geometry::layout::{LayoutStyle, StateOrder};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::request::{BlockTable, Checkpoint, DstPaged, DstState, SrcPaged, SrcState, Tail};
 use kvferry_geometry::spec::{Component, Item, PagedItem, StateItem, StatePart};
-use kvferry_geometry::staged::Place;
+use kvferry_geometry::staged::{CostModel, Place};
 use kvferry_geometry::units::{Bytes, GroupId, Name, TokenRange};
 use kvferry_proto::peer::BindRefusal;
 use kvferry_proto::rank::Stage;
@@ -348,7 +348,7 @@ fn staged_bytes_are_the_direct_ones() {
     // What the model finds worth it is staged.
     let mut d = staged(1 << 20, Way::Auto);
     if let Some((_, config)) = &mut d.staging {
-        (config.cost.descriptor_ns, config.cost.stage_ns) = (1_000_000, 0);
+        config.cost = Some(CostModel { descriptor_ns: 1_000_000, stage_ns: 0, ..CostModel::default() });
     }
     let mut w = World::new(prefill(), d);
     w.p.fill(1, &source());
