@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvferry_transport::EndpointId;
 use rustix::io::Errno;
 
 use crate::board::MAX_SLOTS;
@@ -16,6 +17,9 @@ pub struct Config {
     pub threads: usize,
     /// Name of the socket in the abstract namespace. Default: `None`, a random one.
     pub name: Option<String>,
+    /// The endpoint's id, where this is one of several backends of a rank, which have one id in common
+    /// ([`Negotiated`](kvferry_transport::negotiate)). Default: `None`, a random one.
+    pub endpoint: Option<EndpointId>,
     /// Whether peers may write to our regions at all. Default: true; [`register_read_only`](crate::ShmTransport::register_read_only)
     /// refuses it for one region.
     pub grant_writes: bool,
@@ -35,6 +39,7 @@ impl Default for Config {
         Self {
             threads: cpus.min(2),
             name: None,
+            endpoint: None,
             grant_writes: true,
             other_users: false,
             max_guests: 4096,

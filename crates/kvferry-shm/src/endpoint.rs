@@ -126,7 +126,7 @@ impl ShmTransport {
         getrandom::fill(&mut random)
             .map_err(|e| OpenError::System { what: "getting random bytes", reason: e.to_string() })?;
         let (id, token, probe) = thirds(&random);
-        let id = EndpointId::new(id);
+        let id = config.endpoint.unwrap_or(EndpointId::new(id));
         let name = config.name.clone().unwrap_or_else(|| format!("kvferry-{id}"));
         let listener = sock::listen(name.as_bytes()).map_err(|errno| match errno {
             Errno::ADDRINUSE => OpenError::NameTaken { name: name.clone() },

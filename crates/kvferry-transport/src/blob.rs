@@ -112,7 +112,7 @@ impl Blob {
     /// # Errors
     /// See [`BlobError`]. Nothing is allocated beyond the size of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let mut r = Reader { bytes, at: 0 };
+        let mut r = Reader::new(bytes);
         if r.take(4, "magic")? != MAGIC {
             return Err(BlobError::NotABlob);
         }
@@ -133,8 +133,8 @@ impl Blob {
         if got != expected {
             return Err(BlobError::Checksum { expected, got });
         }
-        if r.at != bytes.len() {
-            return Err(BlobError::Trailing { extra: bytes.len() - r.at });
+        if r.left() > 0 {
+            return Err(BlobError::Trailing { extra: r.left() });
         }
         let backend = std::str::from_utf8(name)
             .map_err(|e| BlobError::Field { field: "backend name's first bad byte", got: e.valid_up_to() as u64 })?;
@@ -145,7 +145,7 @@ impl Blob {
 fn regions(table: &[u8]) -> Result<Vec<(RegionId, Bytes)>, BlobError> {
     let mut out: Vec<(RegionId, Bytes)> = Vec::with_capacity(table.len() / 12);
     for row in table.chunks_exact(12) {
-        let mut r = Reader { bytes: row, at: 0 };
+        let mut r = Reader::new(row);
         let id = RegionId::new(u32::from_le_bytes(r.array("regions")?));
         let len = u64::from_le_bytes(r.array("regions")?);
         if out.last().is_some_and(|(last, _)| *last >= id) || id.index() >= MAX_REGIONS {
@@ -164,13 +164,23 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-struct Reader<'a> {
+/// Bytes from a peer, taken field by field.
+pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Reader<'a> {
-    fn take(&mut self, n: usize, field: &'static str) -> Result<&'a [u8], BlobError> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    /// Bytes that are left.
+    pub(crate) fn left(&self) -> usize {
+        self.bytes.len() - self.at
+    }
+
+    pub(crate) fn take(&mut self, n: usize, field: &'static str) -> Result<&'a [u8], BlobError> {
         let truncated = BlobError::Truncated { len: self.bytes.len(), field };
         let end = self.at.checked_add(n).ok_or(truncated.clone())?;
         let taken = self.bytes.get(self.at..end).ok_or(truncated)?;
@@ -178,12 +188,12 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], BlobError> {
+    pub(crate) fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], BlobError> {
         let taken = self.take(N, field)?;
         taken.try_into().map_err(|_| BlobError::Truncated { len: self.bytes.len(), field })
     }
 
-    fn count(&mut self, field: &'static str, most: usize) -> Result<usize, BlobError> {
+    pub(crate) fn count(&mut self, field: &'static str, most: usize) -> Result<usize, BlobError> {
         let n = u32::from_le_bytes(self.array(field)?);
         let count = usize::try_from(n).unwrap_or(usize::MAX);
         if count > most {

@@ -135,6 +135,18 @@ pub enum ConnectError {
         /// The blob's.
         got: String,
     },
+    /// The peer offers none of the backends that we have.
+    #[error(
+        "this rank has the transport backends {}, the peer offers {}: none is common; give both sides one that the other has",
+        .ours.join(", "),
+        .offered.join(", ")
+    )]
+    NoCommonBackend {
+        /// Ours, in order of preference.
+        ours: Vec<&'static str>,
+        /// Those of the blob, in the peer's order.
+        offered: Vec<String>,
+    },
     /// The backend's own part of the blob does not parse or makes no sense.
     #[error("the {backend} part of the peer's transport blob is not valid: {reason}")]
     BadLane {
@@ -170,7 +182,7 @@ impl ConnectError {
     pub fn fault(&self) -> Fault {
         match self {
             Self::Malformed(_) | Self::BadLane { .. } => Fault::PeerBytes,
-            Self::WrongBackend { .. } => Fault::PeerChoice,
+            Self::WrongBackend { .. } | Self::NoCommonBackend { .. } => Fault::PeerChoice,
             Self::AlreadyConnected { .. } | Self::Itself => Fault::Caller,
             Self::Unreachable { .. } => Fault::Environment,
         }

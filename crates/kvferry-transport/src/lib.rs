@@ -14,6 +14,7 @@
 //! | [`admit`], [`table`] | the checks every backend runs on a submission before anything is posted, and on a registration |
 //! | [`mem`] | the reference backend, inside one process, with faults on demand |
 //! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
+//! | [`negotiate`] | several backends of one rank as one transport, that takes for each peer one that both have |
 //! | [`conformance`] | one suite for all backends and wrappers |
 //!
 //! Invariants: nothing outside a registered region is ever touched; every operation ends exactly once; a registration
@@ -30,6 +31,7 @@ pub mod error;
 pub mod fault;
 mod gate;
 pub mod mem;
+pub mod negotiate;
 pub mod observe;
 #[allow(unsafe_code, reason = "foreign memory is promised here, once")]
 pub mod region;

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use kvferry_geometry::units::RegionId;
 
-use super::BACKEND;
 use super::network::{MemNetwork, Notice, Shared};
 use super::op::{Op, Progress, Stage, World};
 use crate::admit::admit;
@@ -59,7 +58,7 @@ enum Link {
 
 impl MemTransport {
     pub(super) fn new(network: MemNetwork, shared: Arc<Shared>, rng: Rng) -> Self {
-        let capabilities = Capabilities { revocation: Revocation::Excludes, ..Capabilities::host(BACKEND) };
+        let capabilities = Capabilities { revocation: Revocation::Excludes, ..Capabilities::host(network.name()) };
         Self {
             network,
             shared,
@@ -170,7 +169,7 @@ impl Transport for MemTransport {
         let mut access = self.shared.write();
         if !access.alive {
             let reason = "this endpoint was killed".to_owned();
-            return Err(RegisterError::Refused { backend: BACKEND, len: region.len(), reason });
+            return Err(RegisterError::Refused { backend: self.capabilities.backend, len: region.len(), reason });
         }
         access.table.register(region, &self.capabilities)
     }
@@ -188,7 +187,7 @@ impl Transport for MemTransport {
     fn blob(&self) -> Vec<u8> {
         let access = self.shared.read();
         Blob {
-            backend: BACKEND.to_owned(),
+            backend: self.capabilities.backend.to_owned(),
             endpoint: self.shared.id,
             generation: access.table.generation(),
             regions: access.table.lens(),
@@ -199,12 +198,13 @@ impl Transport for MemTransport {
 
     fn connect(&mut self, blob: &[u8]) -> Result<PeerId, ConnectError> {
         let blob = Blob::decode(blob)?;
-        if blob.backend != BACKEND {
-            return Err(ConnectError::WrongBackend { expected: BACKEND, got: blob.backend });
+        let backend = self.capabilities.backend;
+        if blob.backend != backend {
+            return Err(ConnectError::WrongBackend { expected: backend, got: blob.backend });
         }
         if !blob.lane.is_empty() {
             let reason = format!("{} bytes where there are none", blob.lane.len());
-            return Err(ConnectError::BadLane { backend: BACKEND, reason });
+            return Err(ConnectError::BadLane { backend, reason });
         }
         let endpoint = blob.endpoint;
         if endpoint == self.shared.id {

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use kvferry_geometry::units::RegionId;
 
-use super::MemTransport;
 use super::faults::MemFaults;
 use super::signal::Signal;
+use super::{BACKEND, MemTransport};
 use crate::error::TransferError;
 use crate::rng::Rng;
 use crate::table::RegionTable;
@@ -21,6 +21,7 @@ const INBOX: usize = 1 << 16;
 /// A network inside one process. Cheap to clone; clones are the same network.
 #[derive(Clone, Debug)]
 pub struct MemNetwork {
+    name: &'static str,
     state: Arc<Mutex<State>>,
 }
 
@@ -34,7 +35,17 @@ impl MemNetwork {
     /// A network without endpoints; the seed decides all ids and all drawn times.
     #[must_use]
     pub fn new(seed: u64) -> Self {
-        Self { state: Arc::new(Mutex::new(State { rng: Rng::new(seed), endpoints: BTreeMap::new() })) }
+        Self::named(BACKEND, seed)
+    }
+
+    /// A network whose endpoints are of a backend of another name, for tests of endpoints that have several.
+    #[must_use]
+    pub fn named(name: &'static str, seed: u64) -> Self {
+        Self { name, state: Arc::new(Mutex::new(State { rng: Rng::new(seed), endpoints: BTreeMap::new() })) }
+    }
+
+    pub(super) fn name(&self) -> &'static str {
+        self.name
     }
 
     /// A new endpoint without faults.
@@ -42,12 +53,26 @@ impl MemNetwork {
     /// # Errors
     /// If the process has no file descriptors left for its wake source.
     pub fn endpoint(&self) -> io::Result<MemTransport> {
+        let mut id = [0; 16];
+        id.copy_from_slice(&self.lock().rng.bytes(16));
+        self.endpoint_as(EndpointId::new(id))
+    }
+
+    /// A new endpoint without faults, under an id that its owner drew.
+    ///
+    /// # Errors
+    /// As for [`endpoint`](Self::endpoint), and if there is an endpoint of this id.
+    pub fn endpoint_as(&self, id: EndpointId) -> io::Result<MemTransport> {
         let signal = Signal::new()?;
         let mut state = self.lock();
-        let mut id = [0; 16];
-        id.copy_from_slice(&state.rng.bytes(16));
+        if state.endpoints.contains_key(&id) {
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                format!("endpoint {id} is in this network already"),
+            ));
+        }
         let shared = Arc::new(Shared {
-            id: EndpointId::new(id),
+            id,
             access: RwLock::new(Access { alive: true, ..Access::default() }),
             inbox: Mutex::new(VecDeque::new()),
             faults: Mutex::new(Arc::default()),
