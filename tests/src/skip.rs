@@ -1,7 +1,7 @@
 //! What a test does that can't run on this machine.
 //!
-//! It says why and is counted as skipped by `cargo xtask test`, never as passed. `KVFERRY_REQUIRE=shm,ptrace` turns
-//! the skips of these backends into failures, for machines that are known to have them.
+//! It says why and is counted as skipped by `cargo xtask test`, never as passed. `KVFERRY_REQUIRE=shm,ptrace,ucx,nixl`
+//! turns the skips of these backends into failures, for machines that are known to have them.
 
 use std::io::Write as _;
 

@@ -1,10 +1,11 @@
 //! `cargo xtask lint`: every check that isn't a test, each named and timed.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Context as _;
 
+use crate::cargo::{self, Workspace};
 use crate::layers;
 
 /// No arguments.
@@ -13,15 +14,20 @@ pub(crate) struct Args {}
 
 /// Runs all checks, also after one has failed, so that one run shows every fault.
 pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
-    let cargo = |line: &'static str| move || run_cargo(line, &[]);
-    let docs = || run_cargo("doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")]);
+    let workspace = Workspace::prepare()?;
+    let left_out = workspace.lacks();
+    if let Some((package, why)) = &left_out {
+        eprintln!("clippy and docs are without {package}: {why}");
+    }
+    let all = workspace.selection().join(" ");
+    let run = |line: String, env| run_cargo(&workspace, &line, env);
     let steps: [(&str, &dyn Fn() -> anyhow::Result<bool>); 5] = [
-        ("format", &cargo("fmt --all --check")),
-        ("clippy", &cargo("clippy --workspace --all-targets -- -D warnings")),
-        ("docs", &docs),
+        ("format", &|| run("fmt --all --check".into(), None)),
+        ("clippy", &|| run(format!("clippy {all} --all-targets -- -D warnings"), None)),
+        ("docs", &|| run(format!("doc {all} --no-deps"), Some(("RUSTDOCFLAGS", "-D warnings")))),
         ("layers", &|| Ok(layers::run(layers::Args {})? == ExitCode::SUCCESS)),
         // No std, no sockets, no clock: what builds for a bare wasm machine uses none of them.
-        ("wasm", &cargo("build -p kvferry-geometry -p kvferry-proto --target wasm32-unknown-unknown")),
+        ("wasm", &|| run("build -p kvferry-geometry -p kvferry-proto --target wasm32-unknown-unknown".into(), None)),
     ];
     let mut failed = Vec::new();
     for (name, step) in steps {
@@ -33,6 +39,10 @@ pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
             failed.push(name);
         }
     }
+    if let Some((package, why)) = left_out.filter(|_| cargo::is_listed(&cargo::required(), "nixl")) {
+        eprintln!("KVFERRY_REQUIRE has nixl, but {package} was left out: {why}");
+        failed.push("native");
+    }
     if failed.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -40,10 +50,11 @@ pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-fn run_cargo(line: &str, env: &[(&str, &str)]) -> anyhow::Result<bool> {
-    let status = Command::new(env!("CARGO"))
+fn run_cargo(workspace: &Workspace, line: &str, env: Option<(&str, &str)>) -> anyhow::Result<bool> {
+    let status = workspace
+        .cargo()
         .args(line.split(' '))
-        .envs(env.iter().copied())
+        .envs(env)
         .status()
         .with_context(|| format!("cargo {line} could not be started"))?;
     Ok(status.success())

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 mod blocks;
+mod cargo;
 mod check;
 mod demo;
 mod engine;
@@ -16,6 +17,7 @@ mod golden;
 mod layers;
 mod lint;
 mod mutants;
+mod native;
 mod plan;
 mod show;
 mod test;
@@ -30,6 +32,8 @@ enum Command {
     DemoRank(demo::RankArgs),
     /// Run all tests and count what passed, failed and was skipped
     Test(test::Args),
+    /// Fetch what the NIXL backend is built with and runs on, and print the environment for it
+    Native(native::Args),
     /// Run every check that isn't a test: format, clippy, docs, layers, wasm
     Lint(lint::Args),
     /// Check which crate depends on which, and what must be absent
@@ -49,6 +53,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::DemoRank(args) => demo::run_rank(&args),
         Command::Test(args) => test::run(args),
+        Command::Native(args) => native::run(args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
         Command::Mutants(args) => mutants::run(args),

@@ -1,13 +1,19 @@
 //! `cargo xtask test`: every test of the workspace, and a count that hides nothing.
 //!
 //! A test that can't run on this machine says so with `kvferry_tests::skip` and is counted as skipped, not as passed;
-//! an ignored test counts as a failure. Benches are not run here (clippy builds them).
+//! an ignored test counts as a failure. Benches are not run here (clippy builds them). The native libraries are fetched
+//! first; where they can't be, the NIXL backend is left out of the build and counts as one skip.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
 use anyhow::Context as _;
+
+use crate::cargo::{self, Workspace};
+
+/// The packages that are built with the native libraries or run on them.
+const NATIVE: [&str; 2] = ["xtask", "kvferry-nixl"];
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -31,11 +37,26 @@ struct Tally {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
     let mut tally = Tally::default();
-    let mut line = vec!["test", "--no-fail-fast"];
-    if !args.filter.iter().any(|a| a == "-p" || a.starts_with("--package")) {
-        line.push("--workspace");
-    }
-    let sound = run_cargo(&line, &args.filter, &mut tally)?;
+    let packages = packages(&args.filter);
+    let mut command = if packages.iter().all(|p| !NATIVE.contains(p)) && !packages.is_empty() {
+        let mut command = cargo::cargo();
+        command.args(["test", "--no-fail-fast"]);
+        command
+    } else {
+        let workspace = Workspace::prepare()?;
+        if let Some((package, why)) = workspace.lacks() {
+            eprintln!("{package} is left out: {why}");
+            tally.leave_out(package, &why, &cargo::required());
+        }
+        let mut command = workspace.cargo();
+        command.args(["test", "--no-fail-fast"]);
+        if packages.is_empty() {
+            command.args(workspace.selection());
+        }
+        command
+    };
+    command.args(&args.filter);
+    let sound = run_cargo(command, &mut tally)?;
     println!();
     for skipped in &tally.skipped {
         println!("skipped: {skipped}");
@@ -51,13 +72,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn run_cargo(line: &[&str], filter: &[String], tally: &mut Tally) -> anyhow::Result<bool> {
-    let mut child = Command::new(env!("CARGO"))
-        .args(line)
-        .args(filter)
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("cargo test could not be started")?;
+/// The packages that a line for cargo names; none where it is about all.
+fn packages(line: &[String]) -> Vec<&str> {
+    let ours = line.split(|word| word == "--").next().unwrap_or_default();
+    let mut out = Vec::new();
+    for (at, word) in ours.iter().enumerate() {
+        match word.as_str() {
+            "-p" | "--package" => out.extend(ours.get(at + 1).map(String::as_str)),
+            word => out.extend(word.strip_prefix("--package=").or_else(|| word.strip_prefix("-p"))),
+        }
+    }
+    out
+}
+
+fn run_cargo(mut command: Command, tally: &mut Tally) -> anyhow::Result<bool> {
+    let mut child = command.stdout(Stdio::piped()).spawn().context("cargo test could not be started")?;
     let out = child.stdout.take().context("cargo test has no output")?;
     for bytes in BufReader::new(out).split(b'\n') {
         let bytes = bytes.context("the output of cargo test could not be read")?;
@@ -79,6 +108,18 @@ impl Tally {
             self.ignored += count_before(counts, " ignored");
         } else if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
             self.failures.push(name.to_owned());
+        }
+    }
+
+    /// Counts a package that can't be built here as one skip, or as one failure where its backend is required.
+    fn leave_out(&mut self, package: &str, why: &str, required: &str) {
+        let backend = package.trim_start_matches("kvferry-");
+        self.ran += 1;
+        if cargo::is_listed(required, backend) {
+            self.failed += 1;
+            self.failures.push(format!("{package}: {backend} is required by KVFERRY_REQUIRE={required}, but: {why}"));
+        } else {
+            self.skipped.push(format!("{package} ({backend}): {why}"));
         }
     }
 
@@ -113,5 +154,23 @@ test result: ok. 10 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; fin
         assert_eq!(tally.failures, ["a::two"]);
         assert_eq!(tally.ignored, 1);
         assert_eq!(tally.summary(), "11 passed, 1 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_package_that_is_left_out_is_a_skip_or_a_failure() {
+        let mut tally = Tally::default();
+        tally.leave_out("kvferry-nixl", "no pip", "shm,ucx");
+        assert_eq!(tally.summary(), "0 passed, 0 failed, 1 skipped");
+        assert_eq!(tally.skipped, ["kvferry-nixl (nixl): no pip"]);
+        tally.leave_out("kvferry-nixl", "no pip", "shm, nixl");
+        assert_eq!(tally.summary(), "0 passed, 1 failed, 1 skipped");
+        assert!(tally.failures[0].ends_with("KVFERRY_REQUIRE=shm, nixl, but: no pip"), "{:?}", tally.failures);
+    }
+
+    #[test]
+    fn packages_are_found_in_any_spelling() {
+        let line = |words: &str| words.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(packages(&line("-p a --package b --package=c -pd name -- -p e")), ["a", "b", "c", "d"]);
+        assert!(packages(&line("name --release")).is_empty());
     }
 }
