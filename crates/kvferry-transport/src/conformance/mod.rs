@@ -4,6 +4,8 @@
 //! [`Transport`] that it breaks. What a backend cannot do (by its capabilities) is skipped with the
 //! reason, not passed.
 //!
+//! What needs a second process, or more time than a suite may take, stands beside it: [`process`] and [`death`].
+//!
 //! The suite drives both endpoints from one thread, apart from `threads`. It knows nothing of how a backend moves bytes; what
 //! it looks at is memory before and after, and events.
 
@@ -14,10 +16,13 @@ use std::time::Duration;
 use crate::region::Region;
 use crate::transport::Transport;
 
+pub mod bytes;
+pub mod death;
 mod life;
 mod moves;
 mod pair;
 mod peers;
+pub mod process;
 mod registrations;
 pub mod sample;
 mod volume;
