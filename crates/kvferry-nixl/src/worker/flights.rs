@@ -1,0 +1,192 @@
+//! Requests of NIXL in progress.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_transport::access::Message;
+use kvferry_transport::{EndpointId, LostCause, OpId, PeerId, TransferError};
+
+use super::ops::Stage;
+use super::{Worker, has_ended};
+use crate::feed::{Filled, Map};
+use crate::frame::Frame;
+use crate::shared::Ours;
+use crate::sys::{Fail, Request};
+
+/// Bytes that are posted before others are heard again.
+const TURN: u64 = 1 << 20;
+/// Requests that are posted before others are heard again.
+const TURN_REQUESTS: usize = 16;
+/// How long after NIXL forgot a peer the memory of a request that it lost track of is kept.
+const HAUNT: Duration = Duration::from_secs(1);
+
+/// One request that was posted.
+pub(super) struct Flight {
+    request: Request,
+    op: OpId,
+    peer: PeerId,
+    endpoint: EndpointId,
+    filled: Filled,
+    /// Keeps our memory and its registrations alive until the request has ended.
+    _held: Arc<[Ours]>,
+}
+
+/// Memory of a request that failed and may not have stopped: kept until NIXL has closed its connection to the peer.
+pub(super) struct Ghost {
+    endpoint: EndpointId,
+    _held: Arc<[Ours]>,
+    forgotten: Option<Instant>,
+}
+
+impl Worker {
+    /// Posts requests, one of each operation in turns.
+    pub(super) fn post(&mut self) -> bool {
+        let (mut posted, mut bytes) = (0, 0);
+        while posted < TURN_REQUESTS && bytes < TURN && self.flights.len() < self.config.cutting.outstanding {
+            let Some(id) = self.moving.pop_front() else { break };
+            let Some(op) = self.ops.get_mut(&id).filter(|op| matches!(op.stage, Stage::Moving)) else { continue };
+            if op.feed.is_done() {
+                self.look_at(id);
+                continue;
+            }
+            posted += 1;
+            match self.post_one(id) {
+                Ok(filled) => {
+                    bytes += filled.bytes;
+                    let more = self.ops.get_mut(&id).is_some_and(|op| !op.feed.is_done());
+                    if more {
+                        self.moving.push_back(id);
+                    } else {
+                        self.look_at(id);
+                    }
+                }
+                Err((fail, proven)) => self.trouble(id, fail, proven),
+            }
+        }
+        posted > 0
+    }
+
+    /// Posts the next request of an operation. An error comes with whether nothing of the request can be in progress.
+    fn post_one(&mut self, id: OpId) -> Result<Filled, (Fail, bool)> {
+        let never = |fail| (fail, true);
+        let op = self.ops.get_mut(&id).ok_or(never(Fail::NotFound))?;
+        let peer = self.peers.get(&op.peer).ok_or(never(Fail::NotFound))?;
+        let remote = self.net.remotes.get(&peer.endpoint).ok_or(never(Fail::NotFound))?;
+        let map = Map { kind: op.kind, ours: &op.ours, theirs: &peer.places };
+        let filled = op.feed.fill(&mut self.lists, &map, &self.config.cutting).map_err(never)?;
+        let request =
+            self.net.agent.request(op.kind, &self.lists.local, &self.lists.remote, &remote.name).map_err(never)?;
+        // SAFETY: our memory stays mapped because the flight below, or a ghost, holds the regions' owners until the request has ended,
+        // and the peer's because it granted the operation and was not told its end.
+        let done = unsafe { self.net.agent.post(&request) };
+        match done {
+            Ok(true) => {
+                op.count(filled);
+                self.count(&request, filled);
+                self.net.agent.release(request);
+            }
+            Ok(false) => {
+                op.flights += 1;
+                let (endpoint, held) = (peer.endpoint, op.ours.clone());
+                let flight = Flight { request, op: id, peer: op.peer, endpoint, filled, _held: held };
+                self.net.retain(endpoint);
+                self.flights.push(flight);
+            }
+            Err(fail) => {
+                self.ghosts.push(Ghost { endpoint: peer.endpoint, _held: op.ours.clone(), forgotten: None });
+                self.net.agent.release(request);
+                return Err((fail, false));
+            }
+        }
+        Ok(filled)
+    }
+
+    /// Looks which requests have ended.
+    pub(super) fn poll_flights(&mut self) -> bool {
+        let (mut at, mut did) = (0, false);
+        while let Some(flight) = self.flights.get(at) {
+            match self.net.agent.poll(&flight.request) {
+                Ok(false) => at += 1,
+                ended => {
+                    did = true;
+                    let flight = self.flights.swap_remove(at);
+                    self.landed(flight, ended.map(|_| ()));
+                }
+            }
+        }
+        did
+    }
+
+    fn landed(&mut self, flight: Flight, ended: Result<(), Fail>) {
+        let Flight { request, op: id, peer, endpoint, filled, _held: held } = flight;
+        if ended.is_ok() {
+            self.count(&request, filled);
+        }
+        // NIXL answers so without looking where it has dropped the peer by itself.
+        let proven = ended != Err(Fail::NotFound);
+        if !proven {
+            self.ghosts.push(Ghost { endpoint, _held: held.clone(), forgotten: None });
+        }
+        self.net.agent.release(request);
+        drop(held);
+        if let Some(op) = self.ops.get_mut(&id) {
+            op.flights -= 1;
+            match ended {
+                Ok(()) => {
+                    op.count(filled);
+                    self.look_at(id);
+                }
+                Err(fail) => self.trouble(id, fail, proven),
+            }
+        } else if let Some((_, left)) = self.orphans.get_mut(&id) {
+            *left -= 1;
+            if *left == 0 {
+                self.orphans.remove(&id);
+                self.net.send(endpoint, &Frame::Access(Message::End { op: id.get(), notify: None }));
+            }
+        }
+        self.net.release(endpoint);
+        self.settle(peer);
+    }
+
+    /// A request failed: finds out whether the peer is lost, and lets the operation end.
+    fn trouble(&mut self, id: OpId, fail: Fail, proven: bool) {
+        let Some(op) = self.ops.get_mut(&id) else { return };
+        op.doubt |= !proven;
+        let peer_id = op.peer;
+        if let Some(peer) = self.peers.get(&peer_id)
+            && peer.lost.is_none()
+        {
+            let endpoint = peer.endpoint;
+            if has_ended(endpoint, &peer.watch) {
+                self.gone(endpoint);
+            } else if !self.net.send(endpoint, &Frame::Ping) {
+                self.lose(peer_id, &LostCause::Lane(format!("a request failed: {fail}")));
+            }
+        }
+        self.stop(id, TransferError::Lane { reason: format!("NIXL failed a request: {fail}") });
+        self.look_at(id);
+    }
+
+    /// Forgets the memory of requests whose connections NIXL has closed.
+    pub(super) fn lay_ghosts(&mut self, now: Instant) {
+        for ghost in &mut self.ghosts {
+            if ghost.forgotten.is_none() && !self.net.remotes.contains_key(&ghost.endpoint) {
+                ghost.forgotten = Some(now);
+            }
+        }
+        self.ghosts.retain(|ghost| ghost.forgotten.is_none_or(|at| now < at + HAUNT));
+    }
+
+    fn count(&mut self, request: &Request, filled: Filled) {
+        let measured = if self.config.telemetry { self.net.agent.telemetry(request).ok() } else { None };
+        let mut telemetry = self.shared.telemetry();
+        telemetry.requests += 1;
+        telemetry.bytes += filled.bytes;
+        telemetry.descriptors += filled.descriptors as u64;
+        if let Some(measured) = measured {
+            telemetry.posting += Duration::from_micros(measured.post_duration_us);
+            telemetry.moving += Duration::from_micros(measured.xfer_duration_us);
+        }
+    }
+}

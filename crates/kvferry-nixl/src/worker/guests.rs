@@ -1,0 +1,120 @@
+//! Endpoints that are connected to us, and their operations on our memory.
+
+use std::time::Instant;
+
+use kvferry_transport::access::{Answer, Message};
+use kvferry_transport::{EndpointId, Event};
+
+use super::Worker;
+use crate::frame::Frame;
+use crate::lane::{agent_name, agent_of};
+use crate::process::{Process, Watch};
+use crate::shared::Told;
+
+/// Notifications that the endpoint may leave untaken before no more operations are let in.
+const MAX_UNTAKEN: usize = 4096;
+
+/// One endpoint that is connected to us.
+pub(super) struct Guest {
+    pub(super) watch: Watch,
+    /// Its latest connection.
+    connection: u64,
+    /// It gave the connection up, and is forgotten when its operations have ended.
+    leaving: bool,
+    /// Operations that we granted and that have not ended.
+    pub(super) open: usize,
+    pub(super) heard: Instant,
+    pinged: Instant,
+}
+
+impl Worker {
+    /// Lets an endpoint in.
+    pub(super) fn welcome(&mut self, from: EndpointId, connection: u64, process: &Process, metadata: &[u8]) {
+        if self.stopping.is_some() {
+            return;
+        }
+        if let Some(guest) = self.guests.get_mut(&from) {
+            (guest.connection, guest.leaving) = (connection, false);
+        } else {
+            let Ok(watch) = process.watch(&self.net.process) else { return };
+            // Who is not known can't be answered: it will give up by itself.
+            let known = agent_of(metadata) == Some(agent_name(from).as_bytes());
+            if !known || self.guests.len() >= self.config.max_guests || self.net.load(from, metadata).is_err() {
+                self.shared.telemetry().foreign += 1;
+                return;
+            }
+            let now = Instant::now();
+            self.guests.insert(from, Guest { watch, connection, leaving: false, open: 0, heard: now, pinged: now });
+        }
+        self.net.send(from, &Frame::Welcome { connection });
+    }
+
+    /// Answers questions, as long as the endpoint takes its notifications.
+    pub(super) fn answer_deferred(&mut self) -> bool {
+        let mut did = false;
+        while !self.deferred.is_empty() && self.shared.untaken() < MAX_UNTAKEN {
+            let Some((from, bytes)) = self.deferred.pop_front() else { break };
+            did = true;
+            let Ok(Frame::Access(Message::Begin { op, generation, regions, .. })) = Frame::decode(&bytes) else {
+                continue;
+            };
+            let Some(guest) = self.guests.get_mut(&from) else { continue };
+            let mut registry = self.shared.registry();
+            let registry = &mut *registry;
+            let answer = if self.stopping.is_some() {
+                Answer::Refused
+            } else {
+                registry.keeper.begin(from, op, generation, &regions, &registry.table)
+            };
+            guest.open += usize::from(answer == Answer::Granted);
+            self.net.send(from, &Frame::Access(Message::Answer { op, answer }));
+        }
+        did
+    }
+
+    /// An operation of a guest has ended.
+    pub(super) fn ended(&mut self, from: EndpointId, op: u64, notify: Option<&[u8]>) {
+        let Some(guest) = self.guests.get_mut(&from) else { return };
+        if !self.shared.registry().keeper.end(from, op) {
+            return;
+        }
+        guest.open -= 1;
+        if let Some(payload) = notify {
+            self.shared.tell(Told::Event(Event::Notification { from, payload: payload.to_vec() }));
+        }
+        if guest.leaving && guest.open == 0 {
+            self.remove_guest(from);
+        }
+    }
+
+    pub(super) fn leaves(&mut self, from: EndpointId, connection: u64) {
+        let Some(guest) = self.guests.get_mut(&from) else { return };
+        // A later connection of the same endpoint stays.
+        if guest.connection == connection {
+            guest.leaving = true;
+            if guest.open == 0 {
+                self.remove_guest(from);
+            }
+        }
+    }
+
+    /// A guest will not touch our memory any more.
+    pub(super) fn remove_guest(&mut self, endpoint: EndpointId) {
+        if self.guests.remove(&endpoint).is_some() {
+            self.shared.registry().keeper.gone(endpoint);
+            self.net.release(endpoint);
+        }
+    }
+
+    /// Speaks to guests that have operations open and are silent: if they are gone, NIXL says so. Silence alone is no proof that they
+    /// don't touch the memory, so it frees nothing.
+    pub(super) fn ping_guests(&mut self, now: Instant) {
+        let pause = self.config.silence / 10;
+        for (endpoint, guest) in self.guests.iter_mut().filter(|(_, g)| g.open > 0 || g.leaving) {
+            if now > guest.heard + pause && now > guest.pinged + pause {
+                guest.pinged = now;
+                self.net.send(*endpoint, &Frame::Ping);
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! What the tests share: endpoints or a skip, memory, a clock, and endpoints driven to an event.
+#![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
+use kvferry_geometry::units::{Bytes, RegionId};
+use kvferry_nixl::{NixlConfig, NixlTransport};
+use kvferry_transport::{Event, OpId, Outcome, PeerId, Transport};
+
+/// Whether NIXL is here; tells of the skip if not.
+pub(crate) fn has_nixl() -> bool {
+    match kvferry_nixl::available() {
+        Ok(_) => true,
+        Err(error) => {
+            kvferry_tests::skip("nixl", &error.to_string());
+            false
+        }
+    }
+}
+
+pub(crate) fn endpoint() -> NixlTransport {
+    NixlTransport::new(NixlConfig::default()).unwrap()
+}
+
+/// Bytes that a seed and a place determine.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut out = Vec::with_capacity(len + 8);
+    while out.len() < len {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        out.extend_from_slice(&x.to_le_bytes());
+    }
+    out.truncate(len);
+    out
+}
+
+/// A batch that copies one region to another of the same length, block by block with the block order reversed.
+pub(crate) fn reversed(len: usize, block: usize) -> Arc<BoundedBatch> {
+    let blocks = u32::try_from(len / block).unwrap();
+    let base = Base { src_region: RegionId::new(0), dst_region: RegionId::new(0), src_offset: 0, dst_offset: 0 };
+    let part = Part {
+        src_add: 0,
+        dst_add: 0,
+        src_block_stride: block as u64,
+        dst_block_stride: block as u64,
+        src_step: 1,
+        dst_step: 1,
+        nest: Nest::run(block as u64),
+        pairs: (0..blocks).map(|i| PairRun { src: i, dst: blocks - 1 - i, count: 1 }).collect::<Vec<_>>().into(),
+    };
+    let lens = [Bytes::new(len as u64)];
+    Arc::new(Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]).check(&lens, &lens).unwrap())
+}
+
+/// What `reversed` makes of bytes.
+pub(crate) fn reverse_blocks(bytes: &[u8], block: usize) -> Vec<u8> {
+    bytes.chunks(block).rev().flatten().copied().collect()
+}
+
+/// Steps all endpoints until the first one says something that `wanted` accepts.
+pub(crate) fn drive<R>(endpoints: &mut [&mut dyn Transport], mut wanted: impl FnMut(&Event) -> Option<R>) -> R {
+    let start = Instant::now();
+    let mut heard = Vec::new();
+    loop {
+        for endpoint in endpoints.iter_mut() {
+            endpoint.step(start.elapsed());
+        }
+        for event in std::iter::from_fn(|| endpoints[0].next_event()) {
+            if let Some(got) = wanted(&event) {
+                return got;
+            }
+            heard.push(event);
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "not heard in time; heard {heard:?}");
+        endpoints[0].wait(Some(Duration::from_millis(1)));
+    }
+}
+
+pub(crate) fn connected(endpoints: &mut [&mut dyn Transport], peer: PeerId) {
+    drive(endpoints, |e| (*e == Event::Connected { peer }).then_some(()));
+}
+
+pub(crate) fn end_of(endpoints: &mut [&mut dyn Transport], op: OpId) -> Outcome {
+    drive(endpoints, |e| match e {
+        Event::Completed { op: id, outcome, .. } if *id == op => Some(outcome.clone()),
+        _ => None,
+    })
+}
