@@ -466,6 +466,7 @@ pub fn has_read(pair: &Pair, dst: u32) -> RankReport {
         descriptors_before: 1,
         descriptors_after: 1,
         place: Place::Direct,
+        lane: String::new(),
         took: Duration::ZERO,
     };
     let sources = pair.sources(dst).into_iter().map(source).collect();

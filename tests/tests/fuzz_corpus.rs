@@ -115,7 +115,13 @@ fn requests() {
 
 #[test]
 fn frames() {
-    replay("wire", &["kind 1", "kind 17", "kind 64", "kind 80", "kind 84", "Body", "Meaning", "Trailing", "TooLong"]);
+    replay(
+        "wire",
+        &[
+            "kind 1", "kind 17", "kind 36", "kind 37", "kind 64", "kind 65", "kind 68", "kind 69", "kind 80",
+            "kind 84", "kind 89", "kind 90", "kind 91", "Body", "Meaning", "Trailing", "TooLong",
+        ],
+    );
 }
 
 #[test]

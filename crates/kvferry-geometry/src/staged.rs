@@ -22,6 +22,7 @@ use crate::batch::{Base, Batch, Dim, MAX_DIMS, Nest, PairRun, Part, Section, Sid
 use crate::units::RegionId;
 
 mod cost;
+mod digest;
 
 pub use cost::{Choice, Cost, CostModel, Pools};
 

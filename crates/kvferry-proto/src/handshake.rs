@@ -59,9 +59,10 @@ pub struct Abilities(pub u64);
 
 impl Abilities {
     /// Answers [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather). Both engines compute the gathered batch for
-    /// themselves, so this bit also stands for its order (`the_order_of_a_staged_batch_is_pinned` holds it): where that
-    /// changes, another bit must take this one's place.
-    pub const GATHER: Self = Self(1);
+    /// themselves, and the question names what the consumer has computed, so that a difference is found before a byte moves.
+    ///
+    /// Bit 1 was that of questions without that name; nobody answers them any more.
+    pub const GATHER: Self = Self(2);
     /// What this crate can do.
     pub const OURS: Self = Self::GATHER;
 

@@ -1,5 +1,6 @@
 //! The messages between the owners of two engines, after their hellos.
 
+use std::fmt;
 use std::time::Duration;
 
 use kvferry_geometry::digest::Digest;
@@ -235,10 +236,57 @@ pub struct Gather {
     pub src: RankId,
     /// The consumer's rank.
     pub dst: RankId,
+    /// Which bytes in which order, as the consumer's rank computes them.
+    pub gathered: Gathered,
     /// Length of the sequence, as in the consumer's request.
     pub tokens: Tokens,
     /// The consumer's blocks and what it had cached, as in its request.
     pub groups: Vec<DstGroup>,
+}
+
+/// What a consumer's rank computes of what is to be gathered for it. The producer's rank computes it too, and gathers nothing
+/// where the two are not the same.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Gathered {
+    /// How many bytes.
+    pub bytes: Bytes,
+    /// The name of the batch: [`Staged::digest`](kvferry_geometry::staged::Staged::digest).
+    pub batch: Digest,
+}
+
+impl fmt::Display for Gathered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} as batch {:.16}", self.bytes, self.batch)
+    }
+}
+
+/// Why a producer's rank has gathered nothing; then it is read from directly.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NotGathered {
+    /// The two sides compute different batches, or orders of them: what the consumer would find is not what it expects.
+    #[error(
+        "the producer would gather {ours}, the consumer expects other bytes or another order; the two sides run different planners"
+    )]
+    Differs {
+        /// What the producer's rank computes.
+        ours: Gathered,
+    },
+    /// It can't, or has no room.
+    #[error("{0}")]
+    Unable(String),
+}
+
+impl From<String> for NotGathered {
+    fn from(why: String) -> Self {
+        Self::Unable(why)
+    }
+}
+
+impl From<&str> for NotGathered {
+    fn from(why: &str) -> Self {
+        Self::Unable(why.into())
+    }
 }
 
 /// The answer: where the bytes begin in the rank's staging memory, or why they are not there.
@@ -251,5 +299,5 @@ pub struct GatherAnswer {
     /// The consumer's rank.
     pub dst: RankId,
     /// The offset. The asker proves for itself that the bytes lie inside what the rank has registered.
-    pub result: Result<Bytes, String>,
+    pub result: Result<Bytes, NotGathered>,
 }

@@ -14,7 +14,7 @@ use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId};
 
 use crate::manifest::{EngineManifest, RankJoin};
-use crate::peer::{PieceDigest, Window};
+use crate::peer::{Gathered, NotGathered, PieceDigest, Window};
 
 /// A request of one owner. Counted by the owner, never re-used by it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -98,6 +98,8 @@ pub struct GatherOrder {
     pub pairing: Pairing,
     /// The consumer's rank.
     pub dst: RankId,
+    /// Which bytes in which order, as the consumer's rank computes them.
+    pub gathered: Gathered,
     /// Both sides' blocks.
     pub request: Request,
 }
@@ -142,7 +144,7 @@ pub enum ToRank {
         /// The producer's rank.
         src: RankId,
         /// Where the bytes begin in the staging memory of the producer's rank, or why they are not there.
-        result: Result<Bytes, String>,
+        result: Result<Bytes, NotGathered>,
     },
 }
 
@@ -161,6 +163,8 @@ pub struct SourceReport {
     pub descriptors_after: u64,
     /// Whether the bytes were staged, and where.
     pub place: Place,
+    /// The lane that carried them, in the words of the rank's transport; empty where nothing was read.
+    pub lane: String,
     /// From submission until they were in place.
     pub took: Duration,
 }
@@ -297,12 +301,14 @@ pub enum FromRank {
         pull: PullId,
         /// The producer's rank.
         src: RankId,
+        /// Which bytes in which order.
+        gathered: Gathered,
     },
     /// The answer to a gather order.
     Gathered {
         /// The order.
         ticket: u64,
         /// Where the bytes begin in the rank's staging memory, or why they are not there.
-        result: Result<Bytes, String>,
+        result: Result<Bytes, NotGathered>,
     },
 }

@@ -314,6 +314,7 @@ mod tests {
             descriptors_before: 1,
             descriptors_after: 1,
             place: kvferry_geometry::staged::Place::Direct,
+            lane: String::new(),
             took: Duration::ZERO,
         };
         let sources = sources.iter().map(source).collect();

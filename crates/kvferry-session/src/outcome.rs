@@ -35,6 +35,8 @@ pub struct PairReport {
     pub descriptors_after: u64,
     /// Whether the bytes were staged, and where.
     pub place: Place,
+    /// The lane that carried them, in words; empty where nothing was read.
+    pub lane: String,
     /// From submission until they were in place.
     pub took: Duration,
 }
@@ -192,6 +194,7 @@ impl Report {
                         descriptors_before: s.descriptors_before,
                         descriptors_after: s.descriptors_after,
                         place: s.place,
+                        lane: s.lane.clone(),
                         took: s.took,
                     }));
                 }

@@ -35,6 +35,7 @@ use crate::runs::RunDigester;
 
 mod compare;
 mod gather;
+mod lanes;
 mod pull;
 mod stage;
 mod staged;
@@ -75,6 +76,8 @@ struct Known {
     manifest: Arc<EngineManifest>,
     acquaintance: Acquaintance,
     lanes: BTreeMap<RankId, PeerId>,
+    /// Whether it is asked to gather: not after it has computed other batches than we do.
+    gathers: bool,
 }
 
 /// A digest order in progress.
@@ -156,7 +159,8 @@ impl RankSession {
             }
             ToRank::Refused(reason) => self.standing = Standing::Refused(reason),
             ToRank::Peer(manifest) => {
-                let known = Known { manifest, acquaintance: Acquaintance::default(), lanes: BTreeMap::new() };
+                let known =
+                    Known { manifest, acquaintance: Acquaintance::default(), lanes: BTreeMap::new(), gathers: true };
                 self.peers.entry(known.manifest.digest()).or_insert(known);
             }
             ToRank::Forget(digest) => self.forget(digest),
@@ -221,7 +225,7 @@ impl RankSession {
 
     fn on_event(&mut self, event: Event) {
         match event {
-            Event::Completed { op, outcome, .. } => self.on_completed(op, &outcome),
+            Event::Completed { op, peer, outcome } => self.on_completed(op, peer, &outcome),
             Event::PeerLost { peer, .. } => {
                 // Its operations have ended before this. A later order connects anew.
                 for known in self.peers.values_mut() {
@@ -234,10 +238,11 @@ impl RankSession {
         }
     }
 
-    fn on_completed(&mut self, op: OpId, outcome: &Outcome) {
+    fn on_completed(&mut self, op: OpId, peer: PeerId, outcome: &Outcome) {
         let Some((id, src)) = self.ops.remove(&op) else { return };
         if let Some(pull) = self.pulls.get_mut(&id) {
-            let next = pull.on_completed(src, outcome, self.now);
+            let lane = self.transport.peer(peer).map_or_else(|_| String::new(), |info| lanes::text(&info.lane));
+            let next = pull.on_completed(src, outcome, lane, self.now);
             self.go_on(id, next);
         }
         self.room = true;
@@ -279,7 +284,7 @@ impl RankSession {
         }
         let pairing = order.pairing;
         let known = self.peers.get_mut(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
-        let peer = known.manifest.clone();
+        let (peer, gathers) = (known.manifest.clone(), known.gathers);
         let way = known.acquaintance.reading(engine.cache(), peer.cache(), pairing.compat);
         let direction = way.map_err(|e| unfit(&e))?;
         let map = direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| unfit(&e))?;
@@ -300,7 +305,8 @@ impl RankSession {
                 let lane = self.lane(pairing.peer, src, &peer)?;
                 let info =
                     self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
-                let theirs = staging_of(&peer, src, &info);
+                let (staging, room) = staging_of(&peer, src, &info);
+                let theirs = (staging, if gathers { room } else { Bytes::ZERO });
                 let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch, theirs, &info.lane));
                 let batch = bind_read(batch, &info, &self.cache).map_err(unbound)?;
                 match steps {

@@ -72,6 +72,8 @@ pub(crate) struct World {
     leases: u128,
     /// What the producer's owner says, as the consumer's hears it.
     pub(crate) heard: Heard,
+    /// What the consumer's owner says, as the producer's hears it.
+    pub(crate) asked: Heard,
 }
 
 fn frame(bytes: &[u8]) -> Frame {
@@ -312,7 +314,7 @@ impl World {
     pub(crate) fn new(p: Shape, d: Shape) -> Self {
         let network = MemNetwork::new(5);
         let (p, d) = (Engine::new("p", &network, p), Engine::new("d", &network, d));
-        let mut world = Self { p, d, link: None, now: Duration::ZERO, leases: 0, heard: |m| m };
+        let mut world = Self { p, d, link: None, now: Duration::ZERO, leases: 0, heard: |m| m, asked: |m| m };
         world.run(3);
         assert!(world.p.owner.manifest().is_some() && world.d.owner.manifest().is_some());
         world
@@ -330,7 +332,7 @@ impl World {
             }
             if let Some((ours, theirs)) = self.link {
                 for m in std::mem::take(&mut self.d.said) {
-                    let bytes = wire::encode_peer(&m).unwrap();
+                    let bytes = wire::encode_peer(&(self.asked)(m)).unwrap();
                     self.p.owner.peer_message(theirs, wire::decode_peer(&frame(&bytes)).unwrap(), self.now);
                 }
                 for m in std::mem::take(&mut self.p.said) {

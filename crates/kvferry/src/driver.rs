@@ -498,6 +498,7 @@ fn not_ordered(message: &ToRank, why: &str) -> Option<FromRank> {
     match message {
         ToRank::Pull(order) => Some(FromRank::Pulled { pull: order.pull, result: Err(fault()) }),
         ToRank::Digest(order) => Some(FromRank::Digested { ticket: order.ticket, pieces: Err(why.to_owned()) }),
+        ToRank::Gather(order) => Some(FromRank::Gathered { ticket: order.ticket, result: Err(why.into()) }),
         // All others are shorter than what they were made from, which came in a frame.
         _ => None,
     }
@@ -536,4 +537,38 @@ async fn accept_peers(listener: PeerListener, tell: mpsc::Sender<News>) {
 /// After a refused accept: the process is out of descriptors, or the caller has gone. Either passes.
 async fn pause() {
     tokio::time::sleep(Duration::from_millis(20)).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::compat::CompatOptions;
+    use kvferry_geometry::digest::Digest;
+    use kvferry_geometry::peers::PeerOptions;
+    use kvferry_geometry::request::Request;
+    use kvferry_geometry::units::{Bytes, Tokens};
+    use kvferry_proto::peer::Gathered;
+    use kvferry_proto::rank::{Assurance, DigestOrder, GatherOrder, Pairing, PullOrder};
+
+    use super::*;
+
+    /// Whoever waits for what an order brings hears that it was not written.
+    #[test]
+    fn every_order_that_cannot_be_written_has_an_answer() {
+        let digest = Digest::from_bytes([0; 32]);
+        let (options, compat) = (PeerOptions::default(), CompatOptions::default());
+        let pairing = Pairing { peer: digest, options, compat, peer_map: digest };
+        let request = Request { tokens: Tokens::ZERO, src: Vec::new(), dst: Vec::new() };
+        let (dst, ticket, why) = (RankId::new(0), 7, "it is too long");
+        let order = PullOrder { pull: PullId(7), pairing, request: request.clone(), assurance: Assurance::Fenced };
+        let answer = not_ordered(&ToRank::Pull(order), why);
+        assert!(matches!(answer, Some(FromRank::Pulled { pull: PullId(7), result: Err(f) }) if f.text == why));
+        let order = DigestOrder { ticket, pairing, dst, request: request.clone(), windows: Vec::new() };
+        let answer = not_ordered(&ToRank::Digest(order), why);
+        assert!(matches!(answer, Some(FromRank::Digested { ticket: 7, pieces: Err(text) }) if text == why));
+        let gathered = Gathered { bytes: Bytes::ZERO, batch: digest };
+        let order = GatherOrder { ticket, pairing, dst, gathered, request };
+        let answer = not_ordered(&ToRank::Gather(order), why);
+        assert!(matches!(answer, Some(FromRank::Gathered { ticket: 7, result: Err(e) }) if e.to_string() == why));
+        assert_eq!(not_ordered(&ToRank::GatherEnd(7), why), None);
+    }
 }

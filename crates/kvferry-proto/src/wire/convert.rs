@@ -208,8 +208,9 @@ pub(super) fn encode_from_rank(message: &FromRank) -> Result<Vec<u8>, WireError>
             let pieces = messages::write_pieces(pieces);
             write("digest result", kind::DIGESTED, &dto::Digested { ticket: *ticket, pieces })
         }
-        FromRank::GatherWanted { pull, src } => {
-            write("gather question", kind::GATHER_WANTED, &dto::GatherWanted { pull: pull.0, src: src.get() })
+        FromRank::GatherWanted { pull, src, gathered } => {
+            let d = dto::GatherWanted { pull: pull.0, src: src.get(), batch: gathered.into() };
+            write("gather question", kind::GATHER_WANTED, &d)
         }
         FromRank::Gathered { ticket, result } => {
             let result = gather::write_gathering(result);

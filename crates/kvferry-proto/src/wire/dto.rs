@@ -361,6 +361,7 @@ pub(super) struct Source {
     pub(super) descriptors_before: u64,
     pub(super) descriptors_after: u64,
     pub(super) place: Place,
+    pub(super) lane: String,
     pub(super) took_ns: u64,
 }
 
@@ -425,14 +426,25 @@ pub(super) struct Digested {
     pub(super) pieces: Pieces,
 }
 
+/// Bytes, and the digest of the batch.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Batch(pub(super) u64, pub(super) [u8; 32]);
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum NotGathered {
+    Differs(Batch),
+    Unable(String),
+}
+
 /// An offset in staging memory, or why there is none.
-pub(super) type Gathering = Result<u64, String>;
+pub(super) type Gathering = Result<u64, NotGathered>;
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Gather {
     pub(super) fence: Fence,
     pub(super) src: u32,
     pub(super) dst: u32,
+    pub(super) batch: Batch,
     pub(super) tokens: u64,
     pub(super) groups: List<DstGroup, MAX_ITEMS>,
 }
@@ -450,6 +462,7 @@ pub(super) struct GatherOrder {
     pub(super) ticket: u64,
     pub(super) pairing: Pairing,
     pub(super) dst: u32,
+    pub(super) batch: Batch,
     pub(super) request: Request,
 }
 
@@ -457,6 +470,7 @@ pub(super) struct GatherOrder {
 pub(super) struct GatherWanted {
     pub(super) pull: u64,
     pub(super) src: u32,
+    pub(super) batch: Batch,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -6,6 +6,9 @@
 //! length u32 | kind u16 | body, `length` bytes              (little endian)
 //! ```
 //!
+//! Peer links join neighbours of any version. An owner and its ranks are of one build, so that bodies on rank links may change with
+//! it.
+//!
 //! The length is compared with the link's limit before anything is kept for the body, and a body is only ever kept as far
 //! as it has arrived. `kind` is one of the numbers in [`kind`]; a number is never given a second meaning. A body is the
 //! [postcard](https://postcard.jamesmunns.com/wire-format) encoding of one type of the private module `dto`, to its last
@@ -59,9 +62,11 @@ pub mod kind {
     /// [`PeerMessage::RunDigestAnswer`](crate::peer::PeerMessage::RunDigestAnswer): the digests.
     pub const RUN_DIGEST_ANSWER: u16 = 33;
     /// [`PeerMessage::Gather`](crate::peer::PeerMessage::Gather): gather these of your bytes in staging memory.
-    pub const GATHER: u16 = 34;
+    ///
+    /// 34 and 35 were a question that didn't name what its asker has computed, and its answer.
+    pub const GATHER: u16 = 36;
     /// [`PeerMessage::GatherAnswer`](crate::peer::PeerMessage::GatherAnswer): where they are, or why not.
-    pub const GATHER_ANSWER: u16 = 35;
+    pub const GATHER_ANSWER: u16 = 37;
     /// [`FromRank::Join`](crate::rank::FromRank::Join): names, placement, layout, blob.
     pub const JOIN: u16 = 64;
     /// [`FromRank::Pulled`](crate::rank::FromRank::Pulled): how a rank's share of a request ended.

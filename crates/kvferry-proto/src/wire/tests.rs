@@ -18,8 +18,8 @@ use crate::lease::first_attempt;
 use crate::manifest::RankJoin;
 use crate::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
 use crate::peer::{
-    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Grant, MAX_PIECES, ReadsEnd, Release, ReleaseAnswer,
-    RunDigest, RunDigestAnswer, Verdict, Window,
+    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, Grant, MAX_PIECES, NotGathered, ReadsEnd, Release,
+    ReleaseAnswer, RunDigest, RunDigestAnswer, Verdict, Window,
 };
 use crate::rank::{
     Assurance, BadBlock, DigestOrder, GatherOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport,
@@ -109,6 +109,7 @@ fn peer_messages() -> Vec<PeerMessage> {
             fence: fence(),
             src: RankId::new(1),
             dst: RankId::new(u32::MAX),
+            gathered: gathered(),
             tokens: Tokens::new(2048),
             groups: dst_groups(),
         }),
@@ -135,8 +136,12 @@ fn peer_messages() -> Vec<PeerMessage> {
     all
 }
 
-fn gatherings() -> [Result<Bytes, String>; 3] {
-    [Ok(Bytes::ZERO), Ok(Bytes::new(u64::MAX)), Err("no room".into())]
+fn gathered() -> Gathered {
+    Gathered { bytes: Bytes::new(u64::MAX), batch: Digest::from_bytes([6; 32]) }
+}
+
+fn gatherings() -> [Result<Bytes, NotGathered>; 4] {
+    [Ok(Bytes::ZERO), Ok(Bytes::new(u64::MAX)), Err("no room".into()), Err(NotGathered::Differs { ours: gathered() })]
 }
 
 fn pairing() -> Pairing {
@@ -169,7 +174,13 @@ fn to_rank_messages() -> Vec<ToRank> {
         }),
         ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Ok(vec![[9; 16]]) },
         ToRank::DigestAnswer { pull: PullId(1), src: RankId::new(2), pieces: Err("why".into()) },
-        ToRank::Gather(GatherOrder { ticket: 4, pairing: pairing(), dst: RankId::new(6), request: request() }),
+        ToRank::Gather(GatherOrder {
+            ticket: 4,
+            pairing: pairing(),
+            dst: RankId::new(6),
+            gathered: gathered(),
+            request: request(),
+        }),
         ToRank::GatherEnd(u64::MAX),
     ];
     all.extend(gatherings().map(|result| ToRank::GatherAnswer { pull: PullId(3), src: RankId::new(1), result }));
@@ -199,6 +210,7 @@ fn from_rank_messages() -> Vec<FromRank> {
         descriptors_before: 3,
         descriptors_after: 1,
         place: Place::Destination,
+        lane: "cma (cma, sysv)".into(),
         took: Duration::from_micros(7),
     };
     let report = RankReport {
@@ -215,7 +227,7 @@ fn from_rank_messages() -> Vec<FromRank> {
         FromRank::DigestWanted { pull: PullId(1), src: RankId::new(9), windows: windows() },
         FromRank::Digested { ticket: 8, pieces: Ok(Vec::new()) },
         FromRank::Digested { ticket: 8, pieces: Err("memory".into()) },
-        FromRank::GatherWanted { pull: PullId(1), src: RankId::new(9) },
+        FromRank::GatherWanted { pull: PullId(1), src: RankId::new(9), gathered: gathered() },
     ]);
     all.extend(gatherings().map(|result| FromRank::Gathered { ticket: 5, result }));
     let stages = [
@@ -437,7 +449,7 @@ fn states_are_counted_over_all_groups() {
     assert!(decode_peer(&of(kind::RUN_DIGEST, &dst(limit - 1))).is_ok());
     let gather = |n| {
         let dto::RunDigest { fence, src, dst, tokens, groups, .. } = dst(n);
-        of(kind::GATHER, &dto::Gather { fence, src, dst, tokens, groups })
+        of(kind::GATHER, &dto::Gather { fence, src, dst, batch: dto::Batch(0, [0; 32]), tokens, groups })
     };
     assert_eq!(meaning(&gather(limit)), ConvertError::States { limit });
     assert!(decode_peer(&gather(limit - 1)).is_ok());
@@ -616,24 +628,24 @@ fn digest_questions_are_bounded() {
 #[test]
 fn gather_answers_are_bounded() {
     let answer = |result| of(kind::GATHERED, &dto::Gathered { ticket: 1, result });
-    let text = |len| answer(Err("x".repeat(len)));
+    let unable = |len| Err(dto::NotGathered::Unable("x".repeat(len)));
+    let text = |len| answer(unable(len));
     assert!(decode_from_rank(&text(convert::MAX_TEXT)).is_ok());
     let (got, limit) = (convert::MAX_TEXT + 1, convert::MAX_TEXT);
     assert_eq!(meaning(&text(got)), ConvertError::Text { got, limit });
     let fence = || (&fence()).into();
-    let of_peer =
-        of(kind::GATHER_ANSWER, &dto::GatherAnswer { fence: fence(), src: 0, dst: 0, result: Err("x".repeat(got)) });
+    let of_peer = of(kind::GATHER_ANSWER, &dto::GatherAnswer { fence: fence(), src: 0, dst: 0, result: unable(got) });
     assert_eq!(meaning(&of_peer), ConvertError::Text { got, limit });
-    let place = of(kind::GATHER_PLACE, &dto::GatherPlace { pull: 1, src: 0, result: Err("x".repeat(got)) });
+    let place = of(kind::GATHER_PLACE, &dto::GatherPlace { pull: 1, src: 0, result: unable(got) });
     assert_eq!(meaning(&place), ConvertError::Text { got, limit });
     let mut longer = answer(Ok(7));
     longer.body.push(0);
     assert!(matches!(decode_from_rank(&longer), Err(WireError::Trailing { extra: 1, .. })));
     // What we say ourselves is cut.
-    let ours = FromRank::Gathered { ticket: 1, result: Err("x".repeat(got)) };
+    let ours = FromRank::Gathered { ticket: 1, result: Err("x".repeat(got).into()) };
     let bytes = encode_from_rank(&ours).unwrap();
     assert!(
-        matches!(decode_from_rank(&frame(&bytes)), Ok(FromRank::Gathered { result: Err(t), .. }) if t.len() == limit)
+        matches!(decode_from_rank(&frame(&bytes)), Ok(FromRank::Gathered { result: Err(NotGathered::Unable(t)), .. }) if t.len() == limit)
     );
 }
 
@@ -641,7 +653,8 @@ fn gather_answers_are_bounded() {
 #[test]
 fn abilities_are_bits() {
     assert!(Abilities::OURS.has(Abilities::GATHER) && Abilities(u64::MAX).has(Abilities::GATHER));
-    assert!(!Abilities(0).has(Abilities::GATHER) && !Abilities(u64::MAX - 1).has(Abilities::GATHER));
+    assert!(!Abilities(0).has(Abilities::GATHER) && !Abilities(u64::MAX - 2).has(Abilities::GATHER));
+    assert!(!Abilities(1).has(Abilities::GATHER), "those who gather without the name of the batch are not asked");
 }
 
 #[test]
@@ -712,7 +725,13 @@ fn every_order_made_from_what_was_told_fits_a_frame() {
         SrcState { checkpoints: states(crate::peer::MAX_REQUEST_STATES) }.into(),
     ];
     let request = Request { tokens: told.tokens, src, dst: told.groups };
-    let gather = GatherOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request: request.clone() };
+    let gather = GatherOrder {
+        ticket: u64::MAX,
+        pairing: pairing(),
+        dst: told.dst,
+        gathered: gathered(),
+        request: request.clone(),
+    };
     let order = DigestOrder { ticket: u64::MAX, pairing: pairing(), dst: told.dst, request, windows: told.windows };
     for order in [ToRank::Digest(order), ToRank::Gather(gather)] {
         let bytes = encode_to_rank(&order).unwrap();

@@ -10,8 +10,8 @@ use kvferry_proto::lease::{Bound, Closed, Consumer, Offer, Offered, first_attemp
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Grant, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage,
-    PieceDigest, Release, RunDigest, RunDigestAnswer,
+    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Grant, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, NotGathered,
+    PeerMessage, PieceDigest, Release, RunDigest, RunDigestAnswer,
 };
 use kvferry_proto::rank::{DigestOrder, GatherOrder, Pairing, ToRank};
 
@@ -230,11 +230,11 @@ impl OwnerSession {
     }
 
     pub(super) fn on_gather(&mut self, link: LinkId, question: Gather) {
-        let Gather { fence, src, dst, tokens, groups } = question;
+        let Gather { fence, src, dst, gathered, tokens, groups } = question;
         let ticket = Ticket { ask: Ask::Gather, answered: false, link, fence: fence.clone(), src, dst };
-        let order = |ticket, pairing, request| ToRank::Gather(GatherOrder { ticket, pairing, dst, request });
+        let order = |ticket, pairing, request| ToRank::Gather(GatherOrder { ticket, pairing, dst, gathered, request });
         if let Err(why) = self.order(ticket, tokens, groups, order) {
-            let answer = GatherAnswer { fence, src, dst, result: Err(why) };
+            let answer = GatherAnswer { fence, src, dst, result: Err(why.into()) };
             self.send_peer(link, PeerMessage::GatherAnswer(answer));
         }
     }
@@ -294,7 +294,7 @@ impl OwnerSession {
         self.send_peer(link, PeerMessage::RunDigestAnswer(RunDigestAnswer { fence, src, dst, pieces }));
     }
 
-    pub(super) fn on_gathered(&mut self, ticket: u64, result: Result<Bytes, String>) {
+    pub(super) fn on_gathered(&mut self, ticket: u64, result: Result<Bytes, NotGathered>) {
         let Some(open) = self.leases.tickets.get_mut(&ticket) else { return };
         if open.ask != Ask::Gather || std::mem::replace(&mut open.answered, true) {
             return;

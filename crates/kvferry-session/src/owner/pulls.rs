@@ -7,8 +7,8 @@ use kvferry_geometry::units::RankId;
 use kvferry_proto::handshake::Abilities;
 use kvferry_proto::names::pairing_salt;
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, Gather, GatherAnswer, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd,
-    Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
+    BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage,
+    ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
 };
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
@@ -366,7 +366,7 @@ impl OwnerSession {
         self.send_rank(answer.dst, ToRank::DigestAnswer { pull: id, src, pieces }, None);
     }
 
-    pub(super) fn on_gather_wanted(&mut self, rank: RankId, id: PullId, src: RankId) {
+    pub(super) fn on_gather_wanted(&mut self, rank: RankId, id: PullId, src: RankId, gathered: Gathered) {
         let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         match &pull.state {
             State::Reading(reading) if reading.is_pending(rank) => {}
@@ -381,7 +381,7 @@ impl OwnerSession {
         }
         pull.gathers.insert((src, rank));
         let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
-        self.send_peer(link, PeerMessage::Gather(Gather { fence, src, dst: rank, tokens, groups }));
+        self.send_peer(link, PeerMessage::Gather(Gather { fence, src, dst: rank, gathered, tokens, groups }));
     }
 
     pub(super) fn on_gather_answer(&mut self, link: LinkId, answer: GatherAnswer) {

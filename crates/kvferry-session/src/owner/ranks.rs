@@ -72,7 +72,9 @@ impl OwnerSession {
                 self.on_digest_wanted(rank, pull, src, windows);
             }
             (Some(_), FromRank::Digested { ticket, pieces }) => self.on_digested(ticket, pieces),
-            (Some(rank), FromRank::GatherWanted { pull, src }) => self.on_gather_wanted(rank, pull, src),
+            (Some(rank), FromRank::GatherWanted { pull, src, gathered }) => {
+                self.on_gather_wanted(rank, pull, src, gathered);
+            }
             (Some(_), FromRank::Gathered { ticket, result }) => self.on_gathered(ticket, result),
             (joined, _) => {
                 let what = if joined.is_some() { "it joined twice" } else { "it did not join first" };

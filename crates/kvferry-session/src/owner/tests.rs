@@ -223,6 +223,7 @@ fn report(sources: &[u32]) -> Result<RankReport, RankFault> {
         descriptors_before: 2,
         descriptors_after: 1,
         place: kvferry_geometry::staged::Place::Direct,
+        lane: String::new(),
         took: Duration::ZERO,
     };
     let sources = sources.iter().map(source).collect();

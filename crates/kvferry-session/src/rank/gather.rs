@@ -7,6 +7,8 @@
 use std::collections::BTreeMap;
 
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
+use kvferry_memory::Permute;
+use kvferry_proto::peer::NotGathered;
 use kvferry_proto::rank::{FromRank, GatherOrder, PullId, RankFault, Stage};
 use kvferry_transport::PeerId;
 
@@ -37,17 +39,32 @@ impl RankSession {
         }
     }
 
-    fn try_gather(&mut self, order: GatherOrder) -> Result<(), String> {
+    fn try_gather(&mut self, order: GatherOrder) -> Result<(), NotGathered> {
         let ticket = order.ticket;
         if self.staging.gathers.contains_key(&ticket) {
             return Err("the gather was ordered twice".into());
         }
-        let direct = self.served(order.pairing, order.dst, order.request)?;
+        // Room first, by the peer's word: who finds none has cost no plan.
         let stager = self.staging.stager.as_mut().ok_or("the rank does not stage")?;
-        let (segment, permute) = stager.gather(ticket, direct.batch(), &self.cache)?;
-        self.staging.gathers.insert(ticket, Gather { segment, writing: true, ended: false });
-        self.staging.start(Waiter::Gather(ticket), permute);
-        Ok(())
+        let segment = stager.lend(ticket, order.gathered.bytes)?;
+        match self.plan_gather(order, &segment) {
+            Ok(permute) => {
+                self.staging.gathers.insert(ticket, Gather { segment, writing: true, ended: false });
+                self.staging.start(Waiter::Gather(ticket), permute);
+                Ok(())
+            }
+            Err(why) => {
+                // Nothing has touched it.
+                self.free_gather(segment);
+                Err(why)
+            }
+        }
+    }
+
+    fn plan_gather(&mut self, order: GatherOrder, segment: &Segment) -> Result<Permute, NotGathered> {
+        let direct = self.served(order.pairing, order.dst, order.request)?;
+        let stager = self.staging.stager.as_ref().ok_or("the rank does not stage")?;
+        stager.gather(direct.batch(), order.gathered, segment, &self.cache)
     }
 
     /// The driver has gathered.
@@ -82,11 +99,21 @@ impl RankSession {
     pub(super) fn ask_to_gather(&mut self, id: PullId) {
         let Some(pull) = self.pulls.get(&id) else { return };
         let asking = pull.sources.iter().filter(|(_, s)| matches!(s.state, SourceState::Asking { .. }));
-        self.out.extend(asking.map(|(&src, _)| FromRank::GatherWanted { pull: id, src }));
+        let asking = asking.filter_map(|(&src, s)| Some((src, s.steps.as_ref()?.gathered?)));
+        self.out.extend(asking.map(|(src, gathered)| FromRank::GatherWanted { pull: id, src, gathered }));
     }
 
     /// What a source's rank has gathered can be read, or there is nothing: then it is read directly.
-    pub(super) fn on_gather_answer(&mut self, id: PullId, src: RankId, result: Result<Bytes, String>) {
+    pub(super) fn on_gather_answer(&mut self, id: PullId, src: RankId, result: Result<Bytes, NotGathered>) {
+        let asked = self.pulls.get(&id).and_then(|p| match p.sources.get(&src)?.state {
+            SourceState::Asking { lane, .. } => Some(lane),
+            _ => None,
+        });
+        if let (Some(lane), Err(NotGathered::Differs { .. })) = (asked, &result) {
+            // It won't compute anything else the next time.
+            let known = self.peers.values_mut().find(|k| k.lanes.get(&src) == Some(&lane));
+            known.into_iter().for_each(|k| k.gathers = false);
+        }
         let (cache, transport) = (&self.cache, &self.transport);
         let wire = |steps: &Steps, lane: PeerId, staging: RegionId, at: Bytes| {
             let fault = |stage, text: String| {

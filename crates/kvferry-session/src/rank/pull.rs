@@ -9,7 +9,7 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{BoundRequest, DstGroup};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
-use kvferry_proto::peer::{PieceDigest, Window};
+use kvferry_proto::peer::{NotGathered, PieceDigest, Window};
 use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
 use kvferry_transport::{OpId, Outcome, PeerId, Region};
 
@@ -72,12 +72,22 @@ pub(super) struct Source {
     before: u64,
     after: u64,
     rows: u64,
+    /// What carried the bytes, in words.
+    carried: String,
 }
 
 impl Source {
     pub(super) fn direct(lane: PeerId, batch: Arc<BoundedBatch>, before: u64) -> Self {
         let (after, rows) = (batch.batch().descriptors(), batch.batch().rows());
-        Self { state: SourceState::Queued(lane, batch.clone()), batch, steps: None, before, after, rows }
+        Self {
+            state: SourceState::Queued(lane, batch.clone()),
+            batch,
+            steps: None,
+            before,
+            after,
+            rows,
+            carried: String::new(),
+        }
     }
 
     /// `staging` is the id of the source's staging memory.
@@ -87,7 +97,7 @@ impl Source {
             Place::Source => SourceState::Asking { lane, staging },
             _ => SourceState::Waiting(lane),
         };
-        Self { batch, state, steps: Some(steps), before, after, rows }
+        Self { batch, state, steps: Some(steps), before, after, rows, carried: String::new() }
     }
 
     /// One that waits to be staged is not.
@@ -103,7 +113,8 @@ impl Source {
 
     /// A named source of which this request needs nothing.
     pub(super) fn nothing(batch: Arc<BoundedBatch>) -> Self {
-        Self { batch, state: SourceState::Read { took: Duration::ZERO }, steps: None, before: 0, after: 0, rows: 0 }
+        let state = SourceState::Read { took: Duration::ZERO };
+        Self { batch, state, steps: None, before: 0, after: 0, rows: 0, carried: String::new() }
     }
 }
 
@@ -159,8 +170,8 @@ impl Pull {
         self.sources.values().any(|s| matches!(&s.state, SourceState::Comparing { compare, .. } if compare.has_work()))
     }
 
-    /// An operation has ended.
-    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, now: Duration) -> Next {
+    /// An operation over a lane has ended.
+    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, lane: String, now: Duration) -> Next {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
         let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
         let segment = |source: &mut Source| source.steps.as_mut().and_then(|s| s.segment.take());
@@ -168,6 +179,7 @@ impl Pull {
             Outcome::Done(stats) => {
                 // Neighbours may also merge across the rows of the product form; who has moved them knows.
                 source.after = source.after.min(stats.descriptors.max(1));
+                source.carried = lane;
                 if source.is_permuted() && self.fault.is_none() {
                     source.state = SourceState::Permuting { since };
                     return Next::Permute(src);
@@ -219,7 +231,7 @@ impl Pull {
     pub(super) fn on_gathered(
         &mut self,
         src: RankId,
-        result: Result<Bytes, String>,
+        result: Result<Bytes, NotGathered>,
         wire: impl FnOnce(&Steps, PeerId, RegionId, Bytes) -> Result<Arc<BoundedBatch>, RankFault>,
     ) -> Next {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
@@ -408,6 +420,7 @@ impl Pull {
                 descriptors_before: s.before,
                 descriptors_after: s.after,
                 place: s.steps.as_ref().map_or(Place::Direct, |s| s.place),
+                lane: s.carried.clone(),
                 took,
             }
         });

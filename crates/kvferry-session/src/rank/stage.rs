@@ -16,6 +16,7 @@ use kvferry_geometry::batch::{Base, Batch, BoundedBatch, BoundsError, Section, S
 use kvferry_geometry::staged::{CostModel, Place, Pools, Staged};
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_memory::Permute;
+use kvferry_proto::peer::{Gathered, NotGathered};
 use kvferry_proto::rank::PullId;
 use kvferry_transport::{Lane, Measured, MemoryKind, Region};
 
@@ -155,7 +156,7 @@ impl Stager {
         };
         let destination = self.memory.as_ref().map_or(0, |m| m.pool.len().get());
         let pools = Pools { source: theirs.1.get(), destination };
-        let way = |&place: &Place| {
+        let way = |&place: &Place| -> Option<(u64, Place, Staged)> {
             let (id, pool) =
                 if place == Place::Source { (theirs.0, pools.source) } else { (self.id, pools.destination) };
             // A pool of nothing need not be looked at.
@@ -163,9 +164,13 @@ impl Stager {
             let cost = cost.staged(place, &staged, pools);
             cost.fits.then_some((cost.ns, place, staged))
         };
-        let (ns, place, Staged { wire, local, bytes }) = places.iter().filter_map(way).min_by_key(|(ns, ..)| *ns)?;
+        let (ns, place, staged) = places.iter().filter_map(way).min_by_key(|(ns, ..)| *ns)?;
         let better = self.config.way != Way::Auto || ns < cost.direct(direct).ns;
-        better.then(|| Steps { place, wire, local, bytes: Bytes::new(bytes), segment: None })
+        better.then(|| {
+            let gathered = (place == Place::Source).then(|| gathered(direct, &staged));
+            let Staged { wire, local, bytes } = staged;
+            Steps { place, wire, local, bytes: Bytes::new(bytes), gathered, segment: None }
+        })
     }
 
     /// Asks for a segment for a read. One in line gets it by [`release`](Self::release) or [`cancel`](Self::cancel).
@@ -213,45 +218,44 @@ impl Stager {
         bind(local, cache, staging, |id| cache.regions().get(id.index()).cloned())
     }
 
-    /// A segment for what a peer's rank reads by this batch, with the gather into it. Nobody waits.
-    pub(super) fn gather(
-        &mut self,
-        ticket: u64,
-        direct: &Batch,
-        cache: &LocalCache,
-    ) -> Result<(Segment, Permute), String> {
-        let id = self.id;
+    /// A segment for what a peer's rank says that it reads. Nobody waits. It goes back by
+    /// [`release_gather`](Self::release_gather).
+    pub(super) fn lend(&mut self, ticket: u64, bytes: Bytes) -> Result<Segment, String> {
         let memory = self.memory.as_mut().ok_or("the rank has no staging memory")?;
-        let all = memory.pool.len();
-        let staged = Staged::new(direct, Place::Source, id).ok_or("so much can't be staged")?;
-        let (waiter, bytes) = (Waiter::Gather(ticket), Bytes::new(staged.bytes));
-        let segment = match memory.pool.acquire(waiter, bytes) {
-            Ok(Acquired::Granted(segment)) => segment,
+        let (all, waiter) = (memory.pool.len(), Waiter::Gather(ticket));
+        match memory.pool.acquire(waiter, bytes) {
+            Ok(Acquired::Granted(segment)) => {
+                memory.gathers += 1;
+                Ok(segment)
+            }
             Ok(Acquired::Queued) => {
                 drop(memory.pool.cancel(waiter));
-                return Err(format!("the {all} of staging memory are in use"));
+                Err(format!("the {all} of staging memory are in use"))
             }
-            Ok(Acquired::TooLarge) => return Err(format!("{bytes} are more than the {all} of staging memory")),
-            Err(error) => return Err(error.to_string()),
-        };
-        let permute = moved(&staged.local, Side::Dst, (id, segment.offset()))
-            .ok_or_else(|| "its segment passes all memory".to_owned())
-            .and_then(|local| {
-                let staging = |r| (r == id).then(|| memory.region.clone());
-                // It is sent next, so it should be in the caches.
-                Ok(bind(local, cache, |r| cache.regions().get(r.index()).cloned(), staging)?.read_soon())
-            });
-        match permute {
-            Ok(permute) => {
-                memory.gathers += 1;
-                Ok((segment, permute))
-            }
-            Err(why) => {
-                // Nothing has touched it, and nobody waited.
-                drop(memory.pool.release(segment));
-                Err(why)
-            }
+            Ok(Acquired::TooLarge) => Err(format!("{bytes} are more than the {all} of staging memory")),
+            Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// The gather of what a peer's rank reads by this batch into a segment lent for it, if the peer computes the same.
+    pub(super) fn gather(
+        &self,
+        direct: &Batch,
+        theirs: Gathered,
+        segment: &Segment,
+        cache: &LocalCache,
+    ) -> Result<Permute, NotGathered> {
+        let id = self.id;
+        let memory = self.memory.as_ref().ok_or("the rank has no staging memory")?;
+        let staged = Staged::new(direct, Place::Source, id).ok_or("so much can't be staged")?;
+        let ours = gathered(direct, &staged);
+        if ours != theirs {
+            return Err(NotGathered::Differs { ours });
+        }
+        let local = moved(&staged.local, Side::Dst, (id, segment.offset())).ok_or("its segment passes all memory")?;
+        let staging = |r| (r == id).then(|| memory.region.clone());
+        // It is sent next, so it should be in the caches.
+        Ok(bind(local, cache, |r| cache.regions().get(r.index()).cloned(), staging)?.read_soon())
     }
 
     /// Takes the segment of a gather back, which nothing touches any more.
@@ -305,6 +309,8 @@ pub(super) struct Steps {
     /// At the source it is the producer's, which computes it from the same batch.
     local: Batch,
     pub(super) bytes: Bytes,
+    /// At the source: what its rank is asked for.
+    pub(super) gathered: Option<Gathered>,
     /// At the destination.
     pub(super) segment: Option<Segment>,
 }
@@ -350,6 +356,11 @@ impl Steps {
 fn on_lane(model: CostModel, measured: Option<Measured>) -> CostModel {
     let rate = measured.map_or(0, |m| (m.bytes_per_second / 1e6) as u64);
     if rate == 0 { model } else { CostModel { wire_bytes_per_us: rate, ..model } }
+}
+
+/// What both sides compute of what is gathered.
+fn gathered(direct: &Batch, staged: &Staged) -> Gathered {
+    Gathered { bytes: Bytes::new(staged.bytes), batch: staged.digest(direct) }
 }
 
 /// A step whose staging side is moved to a place in that memory.
@@ -468,24 +479,43 @@ mod tests {
     /// Reads wait for reads alone, and gathers for nobody; so no two requests can wait for each other.
     #[test]
     fn nobody_waits_for_a_gather() {
-        let (cache, mut stager) = stager(StagingConfig::default(), CostModel::default());
-        let (gathered, _) = stager.gather(1, &batch(1), &cache).unwrap();
-        let Got::Segment(first) = read(&mut stager, 1, 3) else { panic!("there is room") };
+        let (_, mut stager) = stager(StagingConfig::default(), CostModel::default());
+        let first = stager.lend(1, pages(1)).unwrap();
+        let Got::Segment(read_first) = read(&mut stager, 1, 3) else { panic!("there is room") };
         // All is lent, to a gather among others: a read goes directly, and so does a gather.
         assert!(matches!(read(&mut stager, 2, 1), Got::Busy));
-        assert!(stager.gather(2, &batch(1), &cache).unwrap_err().contains("in use"));
-        assert!(stager.gather(2, &batch(5), &cache).unwrap_err().contains("are more than"));
-        assert!(stager.release_gather(gathered).is_empty(), "nobody has waited");
+        assert!(stager.lend(2, pages(1)).unwrap_err().contains("in use"));
+        for too_much in [pages(5), Bytes::new(u64::MAX)] {
+            assert!(stager.lend(2, too_much).unwrap_err().contains("are more than"));
+        }
+        assert!(stager.release_gather(first).is_empty(), "nobody has waited");
         // Only a read has some: another waits for it, and no gather comes between them.
         assert!(matches!(read(&mut stager, 2, 2), Got::InLine));
-        assert!(stager.gather(3, &batch(1), &cache).unwrap_err().contains("in use"));
-        let granted = stager.release(first);
+        assert!(stager.lend(3, pages(1)).unwrap_err().contains("in use"));
+        let granted = stager.release(read_first);
         assert_eq!(granted.iter().map(|g| g.waiter).collect::<Vec<_>>(), [Waiter::Read(PullId(2), RankId::new(0))]);
         assert_eq!(stager.lent(), pages(2));
-        // A gather that leaves the cache is refused, and lends nothing.
-        let mut outside = batch(1).sections().to_vec();
+    }
+
+    /// What is gathered is what the peer computes too, and lies in the cache.
+    #[test]
+    fn only_what_both_sides_compute_is_gathered() {
+        let (cache, mut stager) = stager(StagingConfig::default(), CostModel::default());
+        let segment = stager.lend(1, pages(1)).unwrap();
+        let computed = |direct: &Batch| gathered(direct, &Staged::new(direct, Place::Source, stager.id).unwrap());
+        let direct = batch(1);
+        let ours = computed(&direct);
+        assert_eq!(ours.bytes, pages(1));
+        stager.gather(&direct, ours, &segment, &cache).unwrap();
+        let others = [Gathered { bytes: pages(2), ..ours }, Gathered { batch: computed(&batch(2)).batch, ..ours }];
+        for theirs in others {
+            let refused = stager.gather(&direct, theirs, &segment, &cache).unwrap_err();
+            assert_eq!(refused, NotGathered::Differs { ours });
+        }
+        let mut outside = direct.sections().to_vec();
         outside[0].bases = vec![Base { src_offset: u64::MAX / 2, ..outside[0].bases[0] }].into();
-        assert!(stager.gather(4, &Batch::new(outside), &cache).is_err());
-        assert_eq!(stager.lent(), pages(2));
+        let outside = Batch::new(outside);
+        let refused = stager.gather(&outside, computed(&outside), &segment, &cache).unwrap_err();
+        assert!(matches!(refused, NotGathered::Unable(_)), "{refused}");
     }
 }

@@ -5,7 +5,8 @@ use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::Tokens;
 use kvferry_proto::manifest::RankContact;
-use kvferry_proto::rank::{Assurance, Pairing, RankReport};
+use kvferry_proto::peer::Gathered;
+use kvferry_proto::rank::{Assurance, GatherOrder, Pairing, RankReport};
 use kvferry_transport::fault::{Faulty, OpFault, Script};
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{LostCause, Region, TransferError};
@@ -286,6 +287,30 @@ fn a_producer_that_cannot_digest_fails_the_comparison() {
     w.run(SECOND / 10);
     assert_eq!(w.fault().stage, Stage::Compare);
     assert!(w.fault().text.contains("its lease is closed"), "{}", w.fault());
+}
+
+/// Who finds no room to gather has cost no plan: the request isn't looked at.
+#[test]
+fn room_is_looked_at_before_a_plan() {
+    let pairing = World::new(Script::default()).consumer;
+    let mut transport: Box<dyn Transport> = Box::new(MemNetwork::new(9).endpoint().unwrap());
+    let manifest = shape(1).2.swap_remove(0);
+    let regions = manifest.layout.regions.iter();
+    let regions = regions.map(|r| Region::zeroed(usize::try_from(r.len.get()).unwrap()).unwrap()).collect();
+    let cache = LocalCache::register(&mut *transport, manifest, regions).unwrap();
+    let cache = cache.with_staging(&mut *transport, Region::zeroed(1 << 16).unwrap()).unwrap();
+    let who = RankIdentity { engine: EngineId::new("p").unwrap(), rank: RankId::new(0), epoch: Epoch::new(3) };
+    let mut rank = RankSession::new(who, transport, cache).with_staging(StagingConfig::default()).unwrap();
+    let _join = rank.next_message();
+    for (bytes, reason) in [(1 << 20, "are more than"), (1 << 16, "the engine is not complete")] {
+        let gathered = Gathered { bytes: Bytes::new(bytes), batch: Digest::from_bytes([0; 32]) };
+        let (dst, request) = (RankId::new(0), World::request());
+        let order = GatherOrder { ticket: bytes, pairing, dst, gathered, request };
+        rank.handle(ToRank::Gather(order), Duration::ZERO);
+        let Some(FromRank::Gathered { result: Err(why), .. }) = rank.next_message() else { panic!("it is refused") };
+        assert!(why.to_string().contains(reason), "{why}");
+        assert_eq!(rank.staging_lent(), Bytes::ZERO);
+    }
 }
 
 /// Engines that are forgotten are reached anew when they come back.

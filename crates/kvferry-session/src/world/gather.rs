@@ -1,11 +1,12 @@
 //! Reads that are staged at their source.
 
+use kvferry_geometry::digest::Digest;
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::placement::HeadRule;
 use kvferry_geometry::staged::{CostModel, Place};
 use kvferry_geometry::units::Bytes;
 use kvferry_proto::handshake::Abilities;
-use kvferry_proto::peer::GatherAnswer;
+use kvferry_proto::peer::{Gather, GatherAnswer, Gathered, NotGathered};
 use kvferry_proto::rank::Stage;
 use kvferry_transport::fault::OpFault;
 
@@ -116,6 +117,45 @@ fn whoever_cannot_gather_is_read_directly() {
     w.p.fill(1, &source());
     assert!(all_are(&w.pull(N, source(), destination(1)), Place::Direct));
     assert!(is_there(&w, 1));
+}
+
+/// Two engines that compute other batches find it out before a byte moves: it is read directly, and the producer is not asked again.
+#[test]
+fn engines_that_compute_other_batches_do_not_gather() {
+    fn more(m: PeerMessage) -> PeerMessage {
+        changed(m, |g| g.bytes = Bytes::new(g.bytes.get() + 4096))
+    }
+    fn other(m: PeerMessage) -> PeerMessage {
+        changed(m, |g| g.batch = Digest::from_bytes([1; 32]))
+    }
+    for asked in [more as Heard, other] {
+        let mut w = World::new(prefill(Some(POOL)), decode(Way::Source));
+        w.p.fill(1, &source());
+        w.asked = asked;
+        w.heard = |m| match m {
+            PeerMessage::GatherAnswer(GatherAnswer { result: Err(NotGathered::Differs { .. }), .. }) => m,
+            PeerMessage::GatherAnswer(other) => panic!("{other:?}"),
+            m => m,
+        };
+        assert!(all_are(&w.pull(N, source(), destination(1)), Place::Direct));
+        assert!(is_there(&w, 1));
+        assert_eq!(lent(&w), 0);
+        w.asked = |m| match m {
+            PeerMessage::Gather(_) => panic!("it was asked again"),
+            m => m,
+        };
+        assert!(all_are(&w.pull(N, source(), destination(2)), Place::Direct));
+    }
+}
+
+fn changed(m: PeerMessage, change: fn(&mut Gathered)) -> PeerMessage {
+    match m {
+        PeerMessage::Gather(mut question) => {
+            change(&mut question.gathered);
+            PeerMessage::Gather(question)
+        }
+        m => m,
+    }
 }
 
 /// The model weighs all three ways, with the memory of both sides.
@@ -276,10 +316,11 @@ fn answers_that_nobody_asked_for_are_ignored() {
     let other = Fence { lease: LeaseId::new(99), ..fence.clone() };
     w.d.owner.peer_message(ours, PeerMessage::GatherAnswer(GatherAnswer { fence: other, ..answer(0, 0) }), w.now);
     // The same question again, and ones for what is not theirs: refused, and the first ones go on.
-    let question = |fence: &Fence, src, dst| kvferry_proto::peer::Gather {
+    let question = |fence: &Fence, src, dst| Gather {
         fence: fence.clone(),
         src: RankId::new(src),
         dst: RankId::new(dst),
+        gathered: Gathered { bytes: Bytes::new(1), batch: Digest::from_bytes([0; 32]) },
         tokens: Tokens::new(N),
         groups: destination(1),
     };

@@ -1,25 +1,40 @@
 //! The messages about gathering at the source.
 
+use kvferry_geometry::digest::Digest;
 use kvferry_geometry::units::{Bytes, RankId, Tokens};
 
 use super::messages::{pairing, write_pairing};
 use super::request::Budget;
 use super::{ConvertError, Converted, clip, text};
-use crate::peer::{Gather, GatherAnswer};
+use crate::peer::{Gather, GatherAnswer, Gathered, NotGathered};
 use crate::rank::{FromRank, GatherOrder, PullId, ToRank};
 use crate::wire::dto;
 
-fn gathering(d: dto::Gathering) -> Converted<Result<Bytes, String>> {
+fn gathering(d: dto::Gathering) -> Converted<Result<Bytes, NotGathered>> {
     Ok(match d {
         Ok(offset) => Ok(Bytes::new(offset)),
-        Err(why) => Err(text(why)?),
+        Err(dto::NotGathered::Differs(ours)) => Err(NotGathered::Differs { ours: ours.into() }),
+        Err(dto::NotGathered::Unable(why)) => Err(NotGathered::Unable(text(why)?)),
     })
 }
 
-pub(super) fn write_gathering(result: &Result<Bytes, String>) -> dto::Gathering {
+pub(super) fn write_gathering(result: &Result<Bytes, NotGathered>) -> dto::Gathering {
     match result {
         Ok(offset) => Ok(offset.get()),
-        Err(why) => Err(clip(why)),
+        Err(NotGathered::Differs { ours }) => Err(dto::NotGathered::Differs(ours.into())),
+        Err(NotGathered::Unable(why)) => Err(dto::NotGathered::Unable(clip(why))),
+    }
+}
+
+impl From<dto::Batch> for Gathered {
+    fn from(dto::Batch(bytes, batch): dto::Batch) -> Self {
+        Self { bytes: Bytes::new(bytes), batch: Digest::from_bytes(batch) }
+    }
+}
+
+impl From<&Gathered> for dto::Batch {
+    fn from(m: &Gathered) -> Self {
+        Self(m.bytes.get(), *m.batch.as_bytes())
     }
 }
 
@@ -30,6 +45,7 @@ impl TryFrom<dto::Gather> for Gather {
             fence: d.fence.try_into()?,
             src: RankId::new(d.src),
             dst: RankId::new(d.dst),
+            gathered: d.batch.into(),
             tokens: Tokens::new(d.tokens),
             groups: Budget::new().dst(d.groups)?,
         })
@@ -42,6 +58,7 @@ impl From<&Gather> for dto::Gather {
             fence: (&m.fence).into(),
             src: m.src.get(),
             dst: m.dst.get(),
+            batch: (&m.gathered).into(),
             tokens: m.tokens.get(),
             groups: m.groups.iter().map(dto::DstGroup::from).collect(),
         }
@@ -67,21 +84,21 @@ impl TryFrom<dto::GatherOrder> for GatherOrder {
     type Error = ConvertError;
     fn try_from(d: dto::GatherOrder) -> Converted<Self> {
         let (pairing, dst) = (pairing(&d.pairing), RankId::new(d.dst));
-        Ok(Self { ticket: d.ticket, pairing, dst, request: d.request.try_into()? })
+        Ok(Self { ticket: d.ticket, pairing, dst, gathered: d.batch.into(), request: d.request.try_into()? })
     }
 }
 
 impl From<&GatherOrder> for dto::GatherOrder {
     fn from(m: &GatherOrder) -> Self {
         let (pairing, request) = (write_pairing(&m.pairing), (&m.request).into());
-        Self { ticket: m.ticket, pairing, dst: m.dst.get(), request }
+        Self { ticket: m.ticket, pairing, dst: m.dst.get(), batch: (&m.gathered).into(), request }
     }
 }
 
 impl TryFrom<dto::GatherWanted> for FromRank {
     type Error = ConvertError;
     fn try_from(d: dto::GatherWanted) -> Converted<Self> {
-        Ok(Self::GatherWanted { pull: PullId(d.pull), src: RankId::new(d.src) })
+        Ok(Self::GatherWanted { pull: PullId(d.pull), src: RankId::new(d.src), gathered: d.batch.into() })
     }
 }
 

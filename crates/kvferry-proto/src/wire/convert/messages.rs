@@ -414,22 +414,25 @@ impl TryFrom<dto::Digested> for FromRank {
 impl TryFrom<dto::Pulled> for FromRank {
     type Error = ConvertError;
     fn try_from(d: dto::Pulled) -> Converted<Self> {
-        let source = |s: dto::Source| SourceReport {
-            src: RankId::new(s.src),
-            bytes: Bytes::new(s.bytes),
-            rows: s.rows,
-            descriptors_before: s.descriptors_before,
-            descriptors_after: s.descriptors_after,
-            place: match s.place {
-                dto::Place::Direct => Place::Direct,
-                dto::Place::Destination => Place::Destination,
-                dto::Place::Source => Place::Source,
-            },
-            took: Duration::from_nanos(s.took_ns),
+        let source = |s: dto::Source| -> Converted<SourceReport> {
+            Ok(SourceReport {
+                src: RankId::new(s.src),
+                bytes: Bytes::new(s.bytes),
+                rows: s.rows,
+                descriptors_before: s.descriptors_before,
+                descriptors_after: s.descriptors_after,
+                place: match s.place {
+                    dto::Place::Direct => Place::Direct,
+                    dto::Place::Destination => Place::Destination,
+                    dto::Place::Source => Place::Source,
+                },
+                lane: text(s.lane)?,
+                took: Duration::from_nanos(s.took_ns),
+            })
         };
         let result = match d.result {
             Ok(r) => Ok(RankReport {
-                sources: r.sources.into_iter().map(source).collect(),
+                sources: r.sources.into_iter().map(source).collect::<Converted<_>>()?,
                 zeroed: Bytes::new(r.zeroed),
                 compared: Bytes::new(r.compared),
                 took: Duration::from_nanos(r.took_ns),
@@ -471,6 +474,7 @@ impl From<&RankReport> for dto::RankReport {
                 Place::Destination => dto::Place::Destination,
                 Place::Source => dto::Place::Source,
             },
+            lane: clip(&s.lane),
             took_ns: nanos(s.took),
         };
         Self {
