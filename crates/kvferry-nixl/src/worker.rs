@@ -55,6 +55,8 @@ pub(crate) struct Worker {
     /// Operations that ended in doubt, by what of them is still in progress.
     orphans: HashMap<OpId, (EndpointId, usize)>,
     ghosts: Vec<Ghost>,
+    /// Those that something could not be sent to, or whose requests fail, and until when their process's end is awaited as the cause.
+    suspects: HashMap<EndpointId, Instant>,
     stopping: Option<SyncSender<()>>,
     inbox: Vec<(EndpointId, Vec<u8>)>,
     /// Questions that wait until the endpoint has taken notifications.
@@ -114,8 +116,8 @@ impl Net {
 
     /// Sends; who can't be reached is noted, and looked after soon.
     fn send(&mut self, to: EndpointId, frame: &Frame<'_>) -> bool {
-        let Some(remote) = self.remotes.get(&to) else { return false };
-        let sent = self.agent.notify(&remote.name, &frame.encode()).is_ok();
+        let remote = self.remotes.get(&to);
+        let sent = remote.is_some_and(|remote| self.agent.notify(&remote.name, &frame.encode()).is_ok());
         if !sent && !self.failing.contains(&to) {
             self.failing.push(to);
         }
@@ -138,6 +140,7 @@ impl Worker {
             flights: Vec::new(),
             orphans: HashMap::new(),
             ghosts: Vec::new(),
+            suspects: HashMap::new(),
             stopping: None,
             inbox: Vec::new(),
             deferred: VecDeque::new(),
@@ -265,7 +268,13 @@ impl Worker {
         self.looked = now;
         let mut did = false;
         for endpoint in self.ended_processes() {
-            did |= self.gone(endpoint);
+            self.gone(endpoint, true);
+            did = true;
+        }
+        let late: Vec<EndpointId> = self.suspects.iter().filter(|(_, until)| now > **until).map(|(e, _)| *e).collect();
+        for endpoint in late {
+            self.broken(endpoint);
+            did = true;
         }
         self.ping_peers(now);
         self.ping_guests(now);
@@ -304,15 +313,25 @@ impl Worker {
         all.filter(|(endpoint, watch)| has_ended(*endpoint, watch)).map(|(endpoint, _)| endpoint).collect()
     }
 
-    /// Something could not be sent to an endpoint.
+    /// Something could not be sent to an endpoint. If its process can be watched, then its end may be the cause, and shows a little
+    /// later: the system takes a killed process's memory down before it says that it has ended.
     fn unreachable(&mut self, endpoint: EndpointId) {
         let watch = self.peers.values().find(|p| p.endpoint == endpoint).map(|p| &p.watch);
-        if watch.or(self.guests.get(&endpoint).map(|g| &g.watch)).is_some_and(|w| has_ended(endpoint, w)) {
-            self.gone(endpoint);
-            return;
+        match watch.or(self.guests.get(&endpoint).map(|g| &g.watch)) {
+            None => {}
+            Some(watch) if has_ended(endpoint, watch) => self.gone(endpoint, true),
+            Some(Watch::Elsewhere) => self.broken(endpoint),
+            Some(Watch::Here | Watch::Process(_)) => {
+                self.suspects.entry(endpoint).or_insert_with(|| Instant::now() + self.config.silence);
+            }
         }
+    }
+
+    /// The connection to an endpoint is broken.
+    fn broken(&mut self, endpoint: EndpointId) {
+        self.suspects.remove(&endpoint);
         let cause =
-            LostCause::Lane("NIXL can't send to it any more: its agent is gone or the network is broken".to_owned());
+            LostCause::Lane("NIXL can't reach it any more: its agent is gone or the network is broken".to_owned());
         for peer in self.peers_at(endpoint) {
             self.lose(peer, &cause);
         }
@@ -320,13 +339,16 @@ impl Worker {
         self.remove_guest(endpoint);
     }
 
-    /// An endpoint has ended.
-    fn gone(&mut self, endpoint: EndpointId) -> bool {
+    /// An endpoint has ended, by its own word or, as one that is dead and can't hear us, by its process's end.
+    fn gone(&mut self, endpoint: EndpointId, dead: bool) {
+        self.suspects.remove(&endpoint);
         for peer in self.peers_at(endpoint) {
+            if let Some(peer) = self.peers.get_mut(&peer) {
+                peer.dead = dead;
+            }
             self.lose(peer, &LostCause::Gone);
         }
         self.remove_guest(endpoint);
-        true
     }
 
     /// Begins the end: nothing more is posted, everybody is told, and what is in progress is awaited.

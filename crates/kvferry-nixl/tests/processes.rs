@@ -124,6 +124,21 @@ impl PeerProcess {
     }
 }
 
+impl PeerProcess {
+    /// Stops it, and returns when each of its threads has stopped.
+    fn freeze(&self) {
+        self.signal(rustix::process::Signal::STOP);
+        let state = |path: std::path::PathBuf| {
+            let text = std::fs::read_to_string(path.join("stat")).unwrap_or_default();
+            text.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
+        };
+        let tasks = || std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        while !tasks().all(|t| state(t.unwrap().path()) == Some('T')) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 impl Drop for PeerProcess {
     fn drop(&mut self) {
         self.child.kill().unwrap();
@@ -176,14 +191,13 @@ fn both_ways() {
 }
 
 /// The peer is killed while large reads or writes are under way.
-fn killed_in_the_middle(kind: OpKind, delay: Duration) {
-    const LEN: usize = 1 << 30;
-    let peer = PeerProcess::start(LEN);
-    let (mut d, ours) = (endpoint(), Region::zeroed(LEN).unwrap());
+fn killed_in_the_middle(kind: OpKind, len: usize, delay: Duration) {
+    let peer = PeerProcess::start(len);
+    let (mut d, ours) = (endpoint(), Region::zeroed(len).unwrap());
     d.register(ours.clone()).unwrap();
     let id = d.connect(&peer.blob).unwrap();
     connected(&mut [&mut d], id);
-    let ops: Vec<_> = (0..3).map(|i| submit(&mut d, id, kind, LEN, Some(&format!("{i}")))).collect();
+    let ops: Vec<_> = (0..3).map(|i| submit(&mut d, id, kind, len, Some(&format!("{i}")))).collect();
     let start = Instant::now();
     while start.elapsed() < delay {
         d.step(start.elapsed());
@@ -224,8 +238,8 @@ fn a_killed_peer_ends_every_operation() {
     if !has_nixl() {
         return;
     }
-    killed_in_the_middle(OpKind::Read, Duration::from_millis(30));
-    killed_in_the_middle(OpKind::Write, Duration::from_millis(30));
+    killed_in_the_middle(OpKind::Read, 1 << 30, Duration::from_millis(30));
+    killed_in_the_middle(OpKind::Write, 256 << 20, Duration::from_millis(5));
 }
 
 #[test]
@@ -240,7 +254,7 @@ fn a_question_without_an_answer_ends_with_the_peer() {
     let id = d.connect(&peer.blob).unwrap();
     connected(&mut [&mut d], id);
     // It is there, and does not answer.
-    peer.signal(rustix::process::Signal::STOP);
+    peer.freeze();
     let op = submit(&mut d, id, OpKind::Read, LEN, None);
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(300) {
@@ -273,7 +287,7 @@ fn a_silent_peer_is_given_up_and_ends_in_doubt_or_failed() {
     d.register(Region::zeroed(LEN).unwrap()).unwrap();
     let id = d.connect(&peer.blob).unwrap();
     connected(&mut [&mut d], id);
-    peer.signal(rustix::process::Signal::STOP);
+    peer.freeze();
     let op = submit(&mut d, id, OpKind::Read, LEN, None);
     let end = end_of(&mut [&mut d], op);
     assert!(

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_transport::access::Message;
-use kvferry_transport::{EndpointId, LostCause, OpId, PeerId, TransferError};
+use kvferry_transport::{EndpointId, OpId, PeerId, TransferError};
 
+use super::Worker;
 use super::ops::Stage;
-use super::{Worker, has_ended};
 use crate::feed::{Filled, Map};
 use crate::frame::Frame;
 use crate::shared::Ours;
@@ -31,6 +31,16 @@ pub(super) struct Flight {
     _held: Arc<[Ours]>,
 }
 
+/// What became of a request that failed.
+enum Trouble {
+    /// It could not be made.
+    Request(Fail),
+    /// It ended with an error: all of it has stopped.
+    Ended,
+    /// NIXL lost track of it, and nothing proves that it has stopped.
+    Lost,
+}
+
 /// Memory of a request that failed and may not have stopped: kept until NIXL has closed its connection to the peer.
 pub(super) struct Ghost {
     endpoint: EndpointId,
@@ -44,7 +54,9 @@ impl Worker {
         let (mut posted, mut bytes) = (0, 0);
         while posted < TURN_REQUESTS && bytes < TURN && self.flights.len() < self.config.cutting.outstanding {
             let Some(id) = self.moving.pop_front() else { break };
-            let Some(op) = self.ops.get_mut(&id).filter(|op| matches!(op.stage, Stage::Moving)) else { continue };
+            let Some(op) = self.ops.get_mut(&id).filter(|op| matches!(op.stage, Stage::Moving) && !op.failed) else {
+                continue;
+            };
             if op.feed.is_done() {
                 self.look_at(id);
                 continue;
@@ -60,15 +72,15 @@ impl Worker {
                         self.look_at(id);
                     }
                 }
-                Err((fail, proven)) => self.trouble(id, fail, proven),
+                Err(trouble) => self.trouble(id, trouble),
             }
         }
         posted > 0
     }
 
-    /// Posts the next request of an operation. An error comes with whether nothing of the request can be in progress.
-    fn post_one(&mut self, id: OpId) -> Result<Filled, (Fail, bool)> {
-        let never = |fail| (fail, true);
+    /// Posts the next request of an operation.
+    fn post_one(&mut self, id: OpId) -> Result<Filled, Trouble> {
+        let never = Trouble::Request;
         let op = self.ops.get_mut(&id).ok_or(never(Fail::NotFound))?;
         let peer = self.peers.get(&op.peer).ok_or(never(Fail::NotFound))?;
         let remote = self.net.remotes.get(&peer.endpoint).ok_or(never(Fail::NotFound))?;
@@ -92,10 +104,10 @@ impl Worker {
                 self.net.retain(endpoint);
                 self.flights.push(flight);
             }
-            Err(fail) => {
+            Err(_) => {
                 self.ghosts.push(Ghost { endpoint: peer.endpoint, _held: op.ours.clone(), forgotten: None });
                 self.net.agent.release(request);
-                return Err((fail, false));
+                return Err(Trouble::Lost);
             }
         }
         Ok(filled)
@@ -136,7 +148,7 @@ impl Worker {
                     op.count(filled);
                     self.look_at(id);
                 }
-                Err(fail) => self.trouble(id, fail, proven),
+                Err(_) => self.trouble(id, if proven { Trouble::Ended } else { Trouble::Lost }),
             }
         } else if let Some((_, left)) = self.orphans.get_mut(&id) {
             *left -= 1;
@@ -149,22 +161,23 @@ impl Worker {
         self.settle(peer);
     }
 
-    /// A request failed: finds out whether the peer is lost, and lets the operation end.
-    fn trouble(&mut self, id: OpId, fail: Fail, proven: bool) {
+    /// A request failed. UCX fails a connection with its first request that fails, so the operation ends with the peer, whatever the
+    /// cause turns out to be; but one that could not even be made is a matter of the operation alone.
+    fn trouble(&mut self, id: OpId, trouble: Trouble) {
         let Some(op) = self.ops.get_mut(&id) else { return };
-        op.doubt |= !proven;
-        let peer_id = op.peer;
-        if let Some(peer) = self.peers.get(&peer_id)
+        match trouble {
+            Trouble::Request(fail) if fail != Fail::NotFound => {
+                self.stop(id, TransferError::Lane { reason: format!("NIXL could not make a request: {fail}") });
+                return;
+            }
+            Trouble::Request(_) | Trouble::Ended => op.failed = true,
+            Trouble::Lost => (op.failed, op.doubt) = (true, true),
+        }
+        if let Some(peer) = self.peers.get(&op.peer)
             && peer.lost.is_none()
         {
-            let endpoint = peer.endpoint;
-            if has_ended(endpoint, &peer.watch) {
-                self.gone(endpoint);
-            } else if !self.net.send(endpoint, &Frame::Ping) {
-                self.lose(peer_id, &LostCause::Lane(format!("a request failed: {fail}")));
-            }
+            self.unreachable(peer.endpoint);
         }
-        self.stop(id, TransferError::Lane { reason: format!("NIXL failed a request: {fail}") });
         self.look_at(id);
     }
 

@@ -25,6 +25,8 @@ pub(super) struct Op {
     /// Requests in progress.
     pub(super) flights: usize,
     done: Stats,
+    /// A request failed, or the end could not be told: it ends with the peer.
+    pub(super) failed: bool,
     /// A request failed, and nothing proves that it has stopped.
     pub(super) doubt: bool,
 }
@@ -61,6 +63,7 @@ impl Worker {
             theirs,
             flights: 0,
             done: Stats::default(),
+            failed: false,
             doubt: false,
         };
         self.ops.insert(id, op);
@@ -102,6 +105,9 @@ impl Worker {
     /// Tells the peer that an operation has stopped.
     fn tell_end(&mut self, id: OpId, notify: Option<&[u8]>) -> bool {
         let Some(peer) = self.ops.get(&id).and_then(|op| self.peers.get(&op.peer)) else { return false };
+        if peer.dead {
+            return false;
+        }
         self.net.send(peer.endpoint, &Frame::Access(Message::End { op: id.get(), notify }))
     }
 
@@ -161,14 +167,14 @@ impl Worker {
                 let error = error.clone();
                 self.fail(id, error);
             }
-            Stage::Moving if op.feed.is_done() => {
+            Stage::Moving if !op.failed && op.feed.is_done() => {
                 let (done, notify) = (op.done, op.notify.take());
                 // NIXL has flushed the endpoint, so the bytes are at the peer before this is.
                 if self.tell_end(id, notify.as_deref()) {
                     self.finish(id, Outcome::Done(done));
-                } else {
-                    let cause = LostCause::Lane("the end of an operation could not be told".to_owned());
-                    self.finish(id, Outcome::Failed(TransferError::PeerLost(cause)));
+                } else if let Some(op) = self.ops.get_mut(&id) {
+                    // The peer is looked after at once, and the operation ends with it.
+                    op.failed = true;
                 }
             }
             Stage::Waiting | Stage::Asking | Stage::Moving => {}

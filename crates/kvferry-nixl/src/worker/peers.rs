@@ -28,6 +28,8 @@ pub(super) struct Peer {
     pub(super) up: bool,
     /// It is lost, and why.
     pub(super) lost: Option<LostCause>,
+    /// Its process has ended: nothing is sent to it any more.
+    pub(super) dead: bool,
     /// It was disconnected and goes when its operations have ended.
     closing: bool,
     /// The loss was told.
@@ -69,6 +71,7 @@ impl Worker {
             places: places.into(),
             up: false,
             lost: None,
+            dead: false,
             closing: false,
             loss_told: false,
             loaded: false,
@@ -151,7 +154,8 @@ impl Worker {
     pub(super) fn ask(&mut self, id: PeerId) {
         loop {
             let Some(peer) = self.peers.get_mut(&id) else { return };
-            if !peer.up || peer.lost.is_some() || peer.begun >= MAX_BEGUN {
+            let held = peer.lost.is_some() || self.suspects.contains_key(&peer.endpoint);
+            if !peer.up || held || peer.begun >= MAX_BEGUN {
                 return;
             }
             let Some(op_id) = peer.waiting.pop_front() else { return };
@@ -188,9 +192,7 @@ impl Worker {
             Ok(Frame::Hello { connection, process, metadata }) => self.welcome(from, connection, &process, metadata),
             Ok(Frame::Welcome { connection }) => self.welcomed(from, PeerId::new(connection)),
             Ok(Frame::Leave { connection }) => self.leaves(from, connection),
-            Ok(Frame::Bye) => {
-                self.gone(from);
-            }
+            Ok(Frame::Bye) => self.gone(from, false),
             Ok(Frame::Ping) => {
                 self.net.send(from, &Frame::Pong);
             }
@@ -217,6 +219,9 @@ impl Worker {
         let silence = self.config.silence;
         let mut silent = Vec::new();
         for (id, peer) in self.peers.iter_mut().filter(|(_, p)| p.awaits()) {
+            if self.suspects.contains_key(&peer.endpoint) {
+                continue;
+            }
             if now > peer.heard + silence {
                 silent.push(*id);
             } else if now > peer.heard + silence / 50 && now > peer.pinged + silence / 50 {
