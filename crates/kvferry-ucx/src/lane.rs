@@ -1,0 +1,162 @@
+//! What carries the bytes of transfers, by UCX's own word.
+//!
+//! UCX chooses lanes for each endpoint, each for certain tasks, and prints them (`ucp_ep_print_info`):
+//!
+//! ```text
+//! lane[0]:  4:sysv/memory.0 md[3]  -> md[3]/sysv/sysdev[255] seg 4294967295 am keepalive
+//! lane[1]:  6:cma/memory.0 md[5]   -> md[5]/cma/sysdev[255] seg 4294967295 rma_bw#0
+//! ```
+//!
+//! The lanes for `rma_bw` carry reads and writes. Where there is none, UCX carries them in messages, and the peer's rail
+//! copies: then it is the lanes for `am` that do.
+
+use std::fmt::Write as _;
+
+use kvferry_transport::{Lane, LaneKind};
+
+use crate::sys::Endpoint;
+
+/// A lane of an endpoint.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct RailLane {
+    pub(crate) transport: String,
+    pub(crate) device: String,
+    pub(crate) role: Role,
+}
+
+/// What a lane is for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Role {
+    /// Reads and writes.
+    Transfers,
+    /// Messages, and also reads and writes.
+    Both,
+    /// Messages.
+    Messages,
+    /// Something else.
+    Other,
+}
+
+/// The lanes of an endpoint.
+pub(crate) fn of(endpoint: &Endpoint) -> Vec<RailLane> {
+    parse(&endpoint.info())
+}
+
+fn parse(info: &str) -> Vec<RailLane> {
+    let mut lanes: Vec<_> = info.lines().filter_map(line).collect();
+    if !lanes.iter().any(|lane| matches!(lane.role, Role::Transfers | Role::Both)) {
+        for lane in lanes.iter_mut().filter(|lane| lane.role == Role::Messages) {
+            lane.role = Role::Both;
+        }
+    }
+    lanes
+}
+
+fn line(line: &str) -> Option<RailLane> {
+    let (_, rest) = line.split_once("lane[")?.1.split_once(':')?;
+    let (_, rest) = rest.split_once(':')?;
+    let mut words = rest.split_ascii_whitespace();
+    let (transport, device) = words.next()?.split_once('/')?;
+    // Behind the device stands the number of the path.
+    let device = device.rsplit_once('.').map_or(device, |(device, _)| device);
+    let tasks: Vec<&str> = words.skip_while(|word| *word != "seg").skip(2).collect();
+    let messages = tasks.contains(&"am");
+    let role = match tasks.iter().any(|task| task.starts_with("rma_bw")) {
+        true if messages => Role::Both,
+        true => Role::Transfers,
+        false if messages => Role::Messages,
+        false => Role::Other,
+    };
+    Some(RailLane { transport: transport.to_owned(), device: device.to_owned(), role })
+}
+
+fn kind(transport: &str) -> LaneKind {
+    match transport {
+        "self" => LaneKind::InProcess,
+        "posix" | "sysv" | "xpmem" => LaneKind::SharedMemory,
+        "cma" | "knem" => LaneKind::CrossProcess,
+        "tcp" => LaneKind::Stream,
+        "cuda_ipc" | "gdr_copy" | "rocm_ipc" | "rocm_gdr" | "ze_ipc" => LaneKind::DeviceDirect,
+        rdma if ["rc_", "dc_", "ud_", "srd", "gga_"].iter().any(|prefix| rdma.starts_with(prefix)) => LaneKind::Rdma,
+        _ => LaneKind::Unknown,
+    }
+}
+
+/// The lane of a connection that isn't up.
+pub(crate) fn intended() -> Lane {
+    Lane { kind: LaneKind::Unknown, transports: Vec::new(), detail: "not connected yet".to_owned(), measured: None }
+}
+
+/// The lane of a connection whose rails have these lanes.
+pub(crate) fn merged<'a>(rails: impl Iterator<Item = &'a [RailLane]>) -> Lane {
+    let mut transports: Vec<String> = Vec::new();
+    let mut detail = String::new();
+    for (rail, lanes) in rails.enumerate() {
+        let carries = |lane: &&RailLane| matches!(lane.role, Role::Transfers | Role::Both);
+        for lane in lanes.iter().filter(carries) {
+            if !transports.contains(&lane.transport) {
+                transports.push(lane.transport.clone());
+            }
+        }
+        let names = |role: &[Role]| {
+            let of_role = lanes.iter().filter(|lane| role.contains(&lane.role));
+            of_role.map(|lane| format!("{}/{}", lane.transport, lane.device)).collect::<Vec<_>>().join(", ")
+        };
+        let emulated = !lanes.iter().any(|lane| lane.role == Role::Transfers)
+            && lanes.iter().any(|lane| lane.role == Role::Both && kind(&lane.transport) != LaneKind::Rdma);
+        let how = if emulated { " (or in messages, copied by the peer)" } else { "" };
+        let separator = if rail == 0 { "" } else { "; " };
+        // Writing to a string can't fail.
+        let _: std::fmt::Result = write!(
+            detail,
+            "{separator}rail {rail}: transfers by {}{how}, messages by {}",
+            names(&[Role::Transfers, Role::Both]),
+            names(&[Role::Messages, Role::Both]),
+        );
+    }
+    let kind = transports.first().map_or(LaneKind::Unknown, |transport| kind(transport));
+    Lane { kind, transports, detail, measured: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CMA: &str = "#
+# UCP endpoint
+#               peer: <no debug data>
+#                 lane[0]:  4:sysv/memory.0 md[3]           -> md[3]/sysv/sysdev[255] seg 4294967295 am am_bw#0 keepalive
+#                 lane[1]: 12:cma/memory.0 md[10]           -> md[10]/cma/sysdev[255] seg 4294967295 rma_bw#0
+#                 lane[2]:  5:posix/memory.0 md[4]          -> md[4]/posix/sysdev[255] seg 4294967295
+";
+    const TCP: &str = "#  lane[0]:  1:tcp/eth0.1.0 md[0]  -> md[0]/tcp/sysdev[255] seg 4294967295 am keepalive wireup";
+    const RC: &str =
+        "#  lane[0]:  3:rc_mlx5/mlx5_0:1.0 md[2]  -> addr[0].md[2]/ib/sysdev[3] seg 8256 rma_bw#0 am am_bw#0";
+
+    #[test]
+    fn lanes_are_read_from_what_ucx_prints() {
+        let of = |info: &str| {
+            let lanes = parse(info).into_iter();
+            lanes.map(|lane| (format!("{}/{}", lane.transport, lane.device), lane.role)).collect::<Vec<_>>()
+        };
+        let with = |lanes: &[(&str, Role)]| lanes.iter().map(|(name, role)| ((*name).to_owned(), *role)).collect();
+        let cma: Vec<_> =
+            with(&[("sysv/memory", Role::Messages), ("cma/memory", Role::Transfers), ("posix/memory", Role::Other)]);
+        assert_eq!(of(CMA), cma);
+        assert_eq!(of(TCP), with(&[("tcp/eth0.1", Role::Both)]) as Vec<_>);
+        assert_eq!(of(RC), with(&[("rc_mlx5/mlx5_0:1", Role::Both)]) as Vec<_>);
+        assert_eq!(of("nothing\n# lane[\n# lane[0]: x"), Vec::new());
+    }
+
+    #[test]
+    fn the_kind_is_that_of_what_carries_transfers() {
+        let lanes = [parse(CMA), parse(TCP), parse(RC)];
+        let lane = merged(lanes[..1].iter().map(Vec::as_slice));
+        assert_eq!((lane.kind, lane.transports), (LaneKind::CrossProcess, vec!["cma".to_owned()]));
+        assert_eq!(lane.detail, "rail 0: transfers by cma/memory, messages by sysv/memory");
+        let lane = merged(lanes[1..].iter().map(Vec::as_slice));
+        assert_eq!((lane.kind, lane.transports), (LaneKind::Stream, vec!["tcp".to_owned(), "rc_mlx5".to_owned()]));
+        assert!(lane.detail.contains("; rail 1: transfers by rc_mlx5/mlx5_0:1, messages by"), "{}", lane.detail);
+        assert_eq!(merged(std::iter::empty()).kind, LaneKind::Unknown);
+    }
+}

@@ -1,0 +1,132 @@
+//! Which process a peer is, and the kernel's word that it has ended.
+//!
+//! A lane that copies by CPU learns of a peer's death only when it touches the peer. So endpoints tell each other what process
+//! they live in, and a process on this host is watched through a descriptor of the kernel.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A process, as far as it can be told from others: of this life of this host, or not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Process {
+    /// The host's boot; zero where unknown.
+    pub(crate) host: [u8; 16],
+    /// The namespace that the number is of.
+    pub(crate) namespace: u64,
+    pub(crate) pid: u32,
+    /// When it started, in the kernel's ticks.
+    pub(crate) started: u64,
+}
+
+/// What can be known of a peer's process.
+#[derive(Debug)]
+pub(crate) enum Watch {
+    /// Nothing: another host, another namespace, or a kernel without such descriptors.
+    Unknown,
+    /// It is this one.
+    Ourselves,
+    /// Readable once it has ended.
+    Alive(OwnedFd),
+    /// It has ended.
+    Gone,
+}
+
+impl Process {
+    pub(crate) const LEN: usize = 16 + 8 + 4 + 8;
+
+    /// This process.
+    pub(crate) fn ours() -> Self {
+        let pid = std::process::id();
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let digits: String = boot.chars().filter(char::is_ascii_hexdigit).collect();
+        let host = u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes();
+        let namespace = std::fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino());
+        Self { host, namespace, pid, started: started(pid).unwrap_or(0) }
+    }
+
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.host);
+        out.extend_from_slice(&self.namespace.to_le_bytes());
+        out.extend_from_slice(&self.pid.to_le_bytes());
+        out.extend_from_slice(&self.started.to_le_bytes());
+    }
+
+    pub(crate) fn decode(bytes: &[u8; Self::LEN]) -> Self {
+        let (host, rest) = bytes.split_at(16);
+        let (namespace, rest) = rest.split_at(8);
+        let (pid, started) = rest.split_at(4);
+        Self {
+            host: host.try_into().unwrap_or_default(),
+            namespace: u64::from_le_bytes(namespace.try_into().unwrap_or_default()),
+            pid: u32::from_le_bytes(pid.try_into().unwrap_or_default()),
+            started: u64::from_le_bytes(started.try_into().unwrap_or_default()),
+        }
+    }
+
+    /// Begins to watch it.
+    pub(crate) fn watch(&self, ours: &Self) -> Watch {
+        if self == ours {
+            return Watch::Ourselves;
+        }
+        let known = self.host != [0; 16] && self.namespace != 0 && self.started != 0;
+        if !known || (self.host, self.namespace) != (ours.host, ours.namespace) {
+            return Watch::Unknown;
+        }
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Watch::Unknown };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            // The descriptor is of whoever has the number now; the time tells whether that is the one that was meant.
+            Ok(fd) if started(self.pid) == Some(self.started) => Watch::Alive(fd),
+            Ok(_) | Err(rustix::io::Errno::SRCH) => Watch::Gone,
+            Err(_) => Watch::Unknown,
+        }
+    }
+}
+
+impl Watch {
+    /// Whether it is known to have ended.
+    pub(crate) fn is_gone(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        match self {
+            Self::Gone => true,
+            Self::Unknown | Self::Ourselves => false,
+            Self::Alive(fd) => {
+                let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+                poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&zero)).is_ok_and(|n| n > 0)
+            }
+        }
+    }
+}
+
+/// The 22nd field of `/proc/PID/stat`; the second is in brackets and may hold anything.
+fn started(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_its_number_and_start() {
+        let ours = Process::ours();
+        assert!(ours.host != [0; 16] && ours.namespace != 0 && ours.started != 0);
+        let mut bytes = Vec::new();
+        ours.encode(&mut bytes);
+        assert_eq!(Process::decode(bytes.as_slice().try_into().unwrap()), ours);
+        assert!(matches!(ours.watch(&ours), Watch::Ourselves));
+        let elsewhere = Process { host: [1; 16], ..ours };
+        assert!(matches!(elsewhere.watch(&ours), Watch::Unknown));
+        let successor = Process { started: ours.started + 1, ..ours };
+        assert!(matches!(successor.watch(&ours), Watch::Gone));
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let peer = Process { pid: child.id(), started: started(child.id()).unwrap(), ..ours };
+        let watch = peer.watch(&ours);
+        assert!(matches!(watch, Watch::Alive(_)) && !watch.is_gone());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(watch.is_gone() && matches!(peer.watch(&ours), Watch::Gone));
+    }
+}

@@ -1,0 +1,432 @@
+//! The calling side: our connections, and the operations that ask, move and end on them.
+
+use std::collections::{BTreeSet, HashMap};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use kvferry_geometry::units::RegionId;
+use kvferry_transport::access::{Answer, Message};
+use kvferry_transport::strips::shares;
+use kvferry_transport::{LostCause, Outcome, PeerId, TransferError};
+use rustix::event::epoll;
+
+use super::{CONN, LINGER, Rail};
+use crate::lane;
+use crate::part::{Place, RailPart};
+use crate::process::Watch;
+use crate::shared::{Callee, Command, Report};
+use crate::sys::{Endpoint, Header, RemoteKey};
+use crate::wire::{self, Caller, Hello, Leave};
+use crate::work::Work;
+
+/// One connection of ours, at this rail.
+pub(super) struct Conn {
+    callee: Arc<Callee>,
+    /// `None` once nothing can be sent any more.
+    endpoint: Option<Endpoint>,
+    watch: Watch,
+    stage: Stage,
+    /// Operations that have asked and have no answer.
+    asked: HashMap<u64, Arc<Work>>,
+    /// Operations that have ended before the answer came; when it comes, the other side must hear of the end.
+    orphans: BTreeSet<u64>,
+    /// Operations whose bytes move.
+    moving: HashMap<u64, Arc<Work>>,
+    /// How often `End` was said.
+    ends: u64,
+    /// Shares of operations that this rail works on.
+    pub(super) runs: usize,
+    /// By index, each unpacked at its first use.
+    keys: Vec<Option<Rc<RemoteKey>>>,
+    lost: Option<(LostCause, Instant)>,
+    /// Since when it is to go.
+    closing: Option<Instant>,
+}
+
+enum Stage {
+    Calling { since: Instant },
+    Up { guest: u64 },
+}
+
+/// Whether a lost peer may still hear something.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Way {
+    Open,
+    Broken,
+}
+
+impl Conn {
+    /// The way to the peer, once the lane is up and while the peer is not lost.
+    pub(super) fn ready(&self) -> Option<&Endpoint> {
+        match self.stage {
+            Stage::Up { .. } if self.lost.is_none() => self.endpoint.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// The way to the peer, whatever is known of it.
+    pub(super) fn endpoint(&self) -> Option<&Endpoint> {
+        self.endpoint.as_ref()
+    }
+
+    pub(super) fn lost(&self) -> Option<&LostCause> {
+        self.lost.as_ref().map(|(cause, _)| cause)
+    }
+
+    /// Where a region of the peer is, and the key to it at this rail.
+    pub(super) fn remote(&mut self, rail: usize, region: RegionId) -> Result<(u64, Rc<RemoteKey>), String> {
+        let unknown = || format!("the peer's region {region} is not in its blob");
+        let at = self.callee.regions.binary_search(&region).map_err(|_| unknown())?;
+        let place: &Place = self.callee.part.regions.get(at).ok_or_else(unknown)?;
+        let (rail, part) = theirs(&self.callee, rail);
+        let index = place.keys.get(rail).and_then(|key| usize::try_from(*key).ok()).ok_or_else(unknown)?;
+        let slot = self.keys.get_mut(index).ok_or_else(unknown)?;
+        if let Some(key) = slot {
+            return Ok((place.address, key.clone()));
+        }
+        let endpoint = self.endpoint.as_ref().ok_or("the connection is lost")?;
+        let packed = part.keys.get(index).ok_or_else(unknown)?;
+        let key = endpoint
+            .unpack(packed)
+            .map_err(|status| format!("the key to the peer's region {region} can't be used on this lane: {status}"))?;
+        let key = Rc::new(key);
+        *slot = Some(key.clone());
+        Ok((place.address, key))
+    }
+
+    fn send(&self, kind: u8, to: u64, body: Vec<u8>) -> Result<(), LostCause> {
+        let endpoint = self.endpoint.as_ref().ok_or(LostCause::Gone)?;
+        endpoint.send(Header { kind, to }, body).map_err(|status| LostCause::Lane(status.to_string()))
+    }
+}
+
+/// The peer's rail that this rail of ours talks to.
+fn theirs(callee: &Callee, rail: usize) -> (usize, &RailPart) {
+    // A part has one rail at least.
+    let rail = rail % callee.part.rails.len();
+    (rail, &callee.part.rails[rail])
+}
+
+impl Rail {
+    pub(super) fn connect(&mut self, id: u64, callee: Arc<Callee>) {
+        let watch = callee.part.process.watch(&self.shared.process);
+        let (_, part) = theirs(&callee, self.index);
+        let keys = (0..part.keys.len()).map(|_| None).collect();
+        let endpoint = match &watch {
+            Watch::Gone => Err(LostCause::Gone),
+            _ => self.caller.connect(&part.address).map_err(|status| LostCause::Lane(status.to_string())),
+        };
+        if let Watch::Alive(fd) = &watch {
+            // Unwatched, its death is noticed by UCX later.
+            let _: rustix::io::Result<()> =
+                epoll::add(&self.epoll, fd, epoll::EventData::new_u64(CONN | id), epoll::EventFlags::IN);
+        }
+        let hello = Hello {
+            token: callee.part.token,
+            to: callee.endpoint,
+            caller: Caller { endpoint: self.shared.id, conn: id },
+            process: self.shared.process,
+            address: self.caller_address.clone(),
+        };
+        let (endpoint, failure) = match endpoint {
+            Ok(endpoint) => (Some(endpoint), None),
+            Err(cause) => (None, Some(cause)),
+        };
+        let conn = Conn {
+            callee,
+            endpoint,
+            watch,
+            stage: Stage::Calling { since: Instant::now() },
+            asked: HashMap::new(),
+            orphans: BTreeSet::new(),
+            moving: HashMap::new(),
+            ends: 0,
+            runs: 0,
+            keys,
+            lost: None,
+            closing: None,
+        };
+        let failure = failure.map_or_else(|| conn.send(wire::HELLO, 0, hello.encode()).err(), Some);
+        self.conns.insert(id, conn);
+        self.clock.restless = true;
+        if let Some(cause) = failure {
+            self.lose(id, &cause, Way::Broken);
+        }
+    }
+
+    pub(super) fn from_peer(&mut self, header: Header, body: &[u8]) {
+        let id = header.to;
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        match header.kind {
+            wire::WELCOME => {
+                let (Some(guest), Stage::Calling { .. }, None) = (wire::guest(body), &conn.stage, &conn.lost) else {
+                    return;
+                };
+                conn.stage = Stage::Up { guest };
+                let lanes = conn.endpoint.as_ref().map_or(Vec::new(), lane::of);
+                self.shared.report(Report::Up { peer: PeerId::new(id), rail: self.index, lanes });
+                self.let_conn_go(id);
+            }
+            wire::REFUSE => {
+                let reason = String::from_utf8_lossy(&body[..body.len().min(500)]).into_owned();
+                self.lose(id, &LostCause::Refused(reason), Way::Open);
+            }
+            wire::ANSWER => match Message::decode(body) {
+                Ok(Message::Answer { op, answer }) => self.answered(id, op, answer),
+                Ok(_) => self.lose(id, &LostCause::Protocol("it asked where it was asked".to_owned()), Way::Broken),
+                Err(error) => self.lose(id, &LostCause::Protocol(error.to_string()), Way::Broken),
+            },
+            wire::GOING => self.lose(id, &LostCause::Gone, Way::Open),
+            // Not a message to us.
+            _ => {}
+        }
+    }
+
+    /// Asks for an operation. It comes after the lane is up at every rail.
+    pub(super) fn begin(&mut self, work: Arc<Work>) {
+        let Some(conn) = self.conns.get_mut(&work.conn) else {
+            return self.fail(&work, TransferError::Disconnected);
+        };
+        if let Some(cause) = conn.lost() {
+            let error = TransferError::PeerLost(cause.clone());
+            return self.fail(&work, error);
+        }
+        if let Some(error) = work.stop_error() {
+            return self.fail(&work, error);
+        }
+        let Stage::Up { guest } = conn.stage else {
+            return self.fail(&work, TransferError::Disconnected);
+        };
+        let generation = conn.callee.generation;
+        let message = Message::Begin { op: work.op, kind: work.kind, generation, regions: work.peers.clone() };
+        let sent = conn.send(wire::ASK, guest, message.encode());
+        let id = work.conn;
+        conn.asked.insert(work.op, work);
+        if let Err(cause) = sent {
+            self.lose(id, &cause, Way::Broken);
+        }
+    }
+
+    fn answered(&mut self, id: u64, op: u64, answer: Answer) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let Some(work) = conn.asked.remove(&op) else {
+            if conn.orphans.remove(&op) {
+                if answer == Answer::Granted {
+                    self.say_end(id, op, None);
+                }
+                self.let_conn_go(id);
+            }
+            return;
+        };
+        match answer {
+            Answer::Granted => match work.stop_error() {
+                Some(error) => {
+                    self.say_end(id, op, None);
+                    self.fail(&work, error);
+                    self.let_conn_go(id);
+                }
+                None => self.share_out(work),
+            },
+            Answer::Stale(region) => self.fail(&work, TransferError::Stale { region }),
+            Answer::Revoked(region) => self.fail(&work, TransferError::Revoked { region }),
+            Answer::Refused => self.fail(
+                &work,
+                TransferError::Lane {
+                    reason: "the peer has as many operations of ours open as it takes; have fewer in flight".to_owned(),
+                },
+            ),
+        }
+    }
+
+    /// Gives an operation that was granted to the rails: a large one to all, by byte ranges, a small one to this one.
+    fn share_out(&mut self, work: Arc<Work>) {
+        if let Some(conn) = self.conns.get_mut(&work.conn) {
+            conn.moving.insert(work.op, work.clone());
+        }
+        let rails = self.shared.mailboxes.len();
+        let most = usize::try_from(work.bytes().get() / self.shared.config.stripe).unwrap_or(usize::MAX);
+        let shares = shares(&work.batch, rails.min(most).max(1));
+        let shares: Vec<_> = shares.into_iter().filter(|share| !share.is_empty()).collect();
+        work.state.shares.store(shares.len(), Ordering::Release);
+        if shares.is_empty() {
+            return self.finish(&work);
+        }
+        // The others first: they may have to wake up.
+        for (i, share) in shares.into_iter().enumerate().rev() {
+            match (self.index + i) % rails {
+                rail if rail == self.index => self.start_run(work.clone(), share),
+                rail => self.shared.mailboxes[rail].post(Command::Share(work.clone(), share)),
+            }
+        }
+    }
+
+    /// All shares of an operation have ended: nothing of it is under way at any rail.
+    pub(super) fn finish(&mut self, work: &Arc<Work>) {
+        let id = work.conn;
+        // What has failed has failed for a reason, which may be known by now.
+        if matches!(work.outcome(None), Outcome::Failed(_) | Outcome::InDoubt(_)) {
+            self.look_for_faults();
+            if self.conns.get(&id).is_some_and(|conn| conn.watch.is_gone()) {
+                self.lose(id, &LostCause::Gone, Way::Broken);
+            }
+        }
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        conn.moving.remove(&work.op);
+        let outcome = work.outcome(conn.lost().cloned().map(TransferError::PeerLost));
+        // The bytes are in place before this is said: for reads every `ucp_get_nbx` has ended, which it does "when the data is
+        // in the local buffer"; for writes a `ucp_ep_flush_nbx` posted behind the last `ucp_put_nbx` has, at every rail, and
+        // by then "all the AMO and RMA operations issued on the ep prior to this call are completed both at the origin and
+        // at the target" (ucp.h).
+        let notify = outcome.done().and(work.notify.as_deref());
+        self.say_end(id, work.op, notify);
+        self.shared.report(Report::Ended { op: work.op, outcome });
+        self.let_conn_go(id);
+    }
+
+    fn say_end(&mut self, id: u64, op: u64, notify: Option<&[u8]>) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let Stage::Up { guest } = conn.stage else { return };
+        if conn.endpoint.is_none() {
+            return;
+        }
+        conn.ends += 1;
+        if let Err(cause) = conn.send(wire::ASK, guest, Message::End { op, notify }.encode()) {
+            self.lose(id, &cause, Way::Broken);
+        }
+    }
+
+    fn fail(&self, work: &Work, error: TransferError) {
+        self.shared.report(Report::Ended { op: work.op, outcome: Outcome::Failed(error) });
+    }
+
+    /// An operation was told to stop: if its bytes don't move yet, it ends now.
+    pub(super) fn stopped(&mut self, work: &Arc<Work>) {
+        let Some(conn) = self.conns.get_mut(&work.conn) else { return };
+        let error = work.stop_error().unwrap_or(TransferError::Cancelled);
+        if conn.asked.remove(&work.op).is_some() {
+            conn.orphans.insert(work.op);
+            self.fail(work, error);
+        }
+    }
+
+    pub(super) fn disconnect(&mut self, id: u64) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        conn.closing.get_or_insert_with(Instant::now);
+        let asked = std::mem::take(&mut conn.asked);
+        conn.orphans.extend(asked.keys());
+        for work in asked.values() {
+            self.fail(work, work.stop_error().unwrap_or(TransferError::Disconnected));
+        }
+        self.clock.restless = true;
+        self.let_conn_go(id);
+    }
+
+    /// A peer is lost. What has not begun to move ends now; the rest when it has stopped.
+    pub(super) fn lose(&mut self, id: u64, cause: &LostCause, way: Way) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        if conn.lost.is_none() {
+            conn.lost = Some((cause.clone(), Instant::now()));
+            conn.orphans.clear();
+            let asked = std::mem::take(&mut conn.asked);
+            self.shared.report(Report::Lost { peer: PeerId::new(id), cause: cause.clone() });
+            for work in asked.values() {
+                self.fail(work, TransferError::PeerLost(cause.clone()));
+            }
+            self.clock.restless = true;
+        }
+        if way == Way::Broken
+            && let Some(endpoint) = self.conns.get_mut(&id).and_then(|conn| conn.endpoint.take())
+        {
+            // Forced: UCX ends what is under way with an error.
+            self.close(endpoint, true);
+        }
+        self.let_conn_go(id);
+    }
+
+    /// Closes a lost connection that has said all its ends, and forgets one that is to go and has nothing left to do.
+    pub(super) fn let_conn_go(&mut self, id: u64) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let busy = !conn.moving.is_empty() || conn.runs > 0;
+        let late = |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > LINGER);
+        let (lost, late) = match &conn.lost {
+            Some((_, since)) => (true, late(Some(*since))),
+            None => (false, late(conn.closing)),
+        };
+        if lost
+            && (!busy || late)
+            && let Some(endpoint) = conn.endpoint.take()
+        {
+            self.close(endpoint, late);
+        }
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        if conn.closing.is_none() {
+            return;
+        }
+        let calling = matches!(conn.stage, Stage::Calling { .. });
+        if late && busy {
+            // What is under way doesn't end by itself.
+            if let Some(endpoint) = conn.endpoint.take() {
+                self.close(endpoint, true);
+            }
+            return;
+        }
+        if busy || (!late && !lost && (calling || !conn.orphans.is_empty())) {
+            return;
+        }
+        let Some(mut conn) = self.conns.remove(&id) else { return };
+        self.unwatch(&conn.watch);
+        if !lost && !calling {
+            let leave = Leave { caller: Caller { endpoint: self.shared.id, conn: id }, ends: conn.ends };
+            // If it can't be told, the lane is broken, and the guest is lost.
+            conn.send(wire::LEAVE, 0, leave.encode()).unwrap_or(());
+        }
+        conn.keys.clear();
+        if let Some(endpoint) = conn.endpoint.take() {
+            self.close(endpoint, late);
+        }
+    }
+
+    pub(super) fn lose_faulted_conns(&mut self) {
+        let fault = |conn: &Conn| conn.endpoint.as_ref().and_then(Endpoint::failed);
+        let faulted: Vec<_> = self.conns.iter().filter_map(|(id, conn)| Some((*id, fault(conn)?))).collect();
+        for (id, status) in faulted {
+            let gone = self.conns.get(&id).is_some_and(|conn| conn.watch.is_gone());
+            let cause = if gone { LostCause::Gone } else { LostCause::Lane(status.to_string()) };
+            self.lose(id, &cause, Way::Broken);
+        }
+    }
+
+    pub(super) fn conn_process_ended(&mut self, id: u64) {
+        if let Some(conn) = self.conns.get(&id) {
+            self.unwatch(&conn.watch);
+        }
+        self.lose(id, &LostCause::Gone, Way::Broken);
+    }
+
+    /// Looks after connections that come up or go; whether there are any.
+    pub(super) fn tend_conns(&mut self) -> bool {
+        let within = self.shared.config.connect_within;
+        let (mut silent, mut going) = (Vec::new(), Vec::new());
+        let mut restless = false;
+        for (id, conn) in &self.conns {
+            let lost_open = conn.lost.is_some() && conn.endpoint.is_some();
+            if conn.closing.is_some() || lost_open {
+                going.push(*id);
+            } else if let (Stage::Calling { since }, None) = (&conn.stage, &conn.lost) {
+                restless = true;
+                if since.elapsed() > within {
+                    silent.push(*id);
+                }
+            }
+        }
+        restless |= !going.is_empty();
+        for id in silent {
+            let reason = format!("the peer has not answered in {within:?}");
+            self.lose(id, &LostCause::Lane(reason), Way::Broken);
+        }
+        going.into_iter().for_each(|id| self.let_conn_go(id));
+        restless
+    }
+}

@@ -1,0 +1,123 @@
+//! The messages between two rails, as active messages: what stands before the [access protocol](kvferry_transport::access)
+//! and around it.
+//!
+//! A caller's worker and an answering worker of the other endpoint talk; a message says in its header what it is and for
+//! which connection (by the caller's number) or guest (by the answerer's number) it is.
+
+use kvferry_transport::EndpointId;
+
+use crate::process::Process;
+
+/// Caller to answerer: who I am and where I'm reached. Header: 0.
+pub(crate) const HELLO: u8 = 1;
+/// Answerer to caller: you are guest so and so. Header: the connection.
+pub(crate) const WELCOME: u8 = 2;
+/// Answerer to caller: no, because. Header: the connection.
+pub(crate) const REFUSE: u8 = 3;
+/// Caller to answerer: `Begin` or `End`. Header: the guest.
+pub(crate) const ASK: u8 = 4;
+/// Answerer to caller: `Answer`. Header: the connection.
+pub(crate) const ANSWER: u8 = 5;
+/// Caller to answerer: I'm done with you, and have said `End` for everything. Header: 0.
+pub(crate) const LEAVE: u8 = 6;
+/// Answerer to caller: I'm going; stop, and say `End`. Header: the connection.
+pub(crate) const GOING: u8 = 7;
+
+/// The body of [`HELLO`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Hello {
+    /// From the answerer's blob.
+    pub(crate) token: [u8; 16],
+    /// Who is meant.
+    pub(crate) to: EndpointId,
+    pub(crate) caller: Caller,
+    pub(crate) process: Process,
+    /// Of the caller's worker.
+    pub(crate) address: Vec<u8>,
+}
+
+/// A connection, by its caller's word.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Caller {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) conn: u64,
+}
+
+impl Caller {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        [&self.endpoint.get()[..], &self.conn.to_le_bytes()].concat()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (endpoint, conn) = bytes.split_first_chunk::<16>()?;
+        Some(Self { endpoint: EndpointId::new(*endpoint), conn: u64::from_le_bytes(conn.try_into().ok()?) })
+    }
+}
+
+/// The body of [`LEAVE`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Leave {
+    pub(crate) caller: Caller,
+    /// How often it has said `End`: UCX doesn't promise that messages arrive in order, so the last of them may come later.
+    pub(crate) ends: u64,
+}
+
+impl Leave {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        [self.caller.encode(), self.ends.to_le_bytes().to_vec()].concat()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (caller, ends) = bytes.split_first_chunk::<24>()?;
+        Some(Self { caller: Caller::decode(caller)?, ends: u64::from_le_bytes(ends.try_into().ok()?) })
+    }
+}
+
+impl Hello {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = [&self.token[..], &self.to.get(), &self.caller.encode()].concat();
+        self.process.encode(&mut out);
+        out.extend_from_slice(&self.address);
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (token, rest) = bytes.split_first_chunk::<16>()?;
+        let (to, rest) = rest.split_first_chunk::<16>()?;
+        let (caller, rest) = rest.split_first_chunk::<24>()?;
+        let (process, address) = rest.split_first_chunk::<{ Process::LEN }>()?;
+        Some(Self {
+            token: *token,
+            to: EndpointId::new(*to),
+            caller: Caller::decode(caller)?,
+            process: Process::decode(process),
+            address: address.to_vec(),
+        })
+    }
+}
+
+/// The body of [`WELCOME`].
+pub(crate) fn guest(body: &[u8]) -> Option<u64> {
+    body.try_into().ok().map(u64::from_le_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hello_comes_back() {
+        let caller = Caller { endpoint: EndpointId::new([2; 16]), conn: 77 };
+        let process = Process { host: [4; 16], namespace: 5, pid: 6, started: 7 };
+        let hello = Hello { token: [1; 16], to: EndpointId::new([3; 16]), caller, process, address: vec![8; 40] };
+        let bytes = hello.encode();
+        assert_eq!(Hello::decode(&bytes), Some(hello));
+        let head = bytes.len() - 40;
+        assert!((0..head).all(|end| Hello::decode(&bytes[..end]).is_none()));
+        let leave = Leave { caller, ends: 12 };
+        assert_eq!(Leave::decode(&leave.encode()), Some(leave));
+        assert_eq!((Leave::decode(&[0; 31]), Leave::decode(&[0; 33])), (None, None));
+        assert_eq!((Caller::decode(&[0; 23]), Caller::decode(&[0; 25])), (None, None));
+        assert_eq!((guest(&9u64.to_le_bytes()), guest(&[0; 7])), (Some(9), None));
+    }
+}
