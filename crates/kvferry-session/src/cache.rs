@@ -44,6 +44,12 @@ pub enum CacheError {
         /// The id that the transport gave.
         got: RegionId,
     },
+    /// No scratch memory for probes.
+    #[error("there is no memory for {bytes} to measure lanes with; leave the policy's minimum out")]
+    Scratch {
+        /// How much.
+        bytes: Bytes,
+    },
     /// The transport refused.
     #[error("region {region} could not be registered: {error}")]
     Register {

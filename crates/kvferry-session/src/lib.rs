@@ -42,5 +42,5 @@ pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};
 pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Report};
 pub use owner::{Holder, Overlap, OwnerConfig, OwnerSession};
-pub use rank::{RankSession, StagingConfig, StagingRefused, Way};
+pub use rank::{LaneReport, LaneStanding, RankSession, StagingConfig, StagingRefused, Way};
 pub use staging::StagingPool;

@@ -34,6 +34,7 @@ use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
 
 mod compare;
+mod endpoint;
 mod gather;
 mod lanes;
 mod pull;
@@ -42,6 +43,9 @@ mod staged;
 #[cfg(test)]
 mod tests;
 
+use endpoint::Endpoint;
+use lanes::{Gate, Lanes};
+pub use lanes::{LaneReport, LaneStanding};
 use pull::{Next, Pull, Source, SourceState};
 pub use stage::{LocalWork, StagingConfig, StagingRefused, Way, WorkId};
 use staged::Staging;
@@ -89,16 +93,14 @@ struct Job {
 /// One rank of an engine. See the module's text.
 pub struct RankSession {
     who: RankIdentity,
-    transport: Box<dyn Transport>,
+    end: Endpoint,
+    lanes: Lanes,
     cache: LocalCache,
     standing: Standing,
     peers: BTreeMap<Digest, Known>,
     pulls: BTreeMap<PullId, Pull>,
-    ops: BTreeMap<OpId, (PullId, RankId)>,
     /// Digest orders by the engine that waits for them; each engine in turn gets a slice.
     jobs: VecDeque<(Digest, VecDeque<Job>)>,
-    /// Whether a place in the transport's queue has become free.
-    room: bool,
     zeros: Option<ZeroPlan>,
     staging: Staging,
     out: VecDeque<FromRank>,
@@ -118,14 +120,13 @@ impl RankSession {
         };
         Self {
             who,
-            transport,
+            end: Endpoint::new(transport),
+            lanes: Lanes::default(),
             cache,
             standing: Standing::Joining,
             peers: BTreeMap::new(),
             pulls: BTreeMap::new(),
-            ops: BTreeMap::new(),
             jobs: VecDeque::new(),
-            room: false,
             zeros: None,
             staging: Staging::default(),
             out: VecDeque::from([FromRank::Join(join)]),
@@ -199,17 +200,23 @@ impl RankSession {
     /// nothing wakes it; a time not after `now` means that there is more to do at once.
     pub fn step(&mut self, now: Duration) -> Option<Duration> {
         self.now = now;
-        let deadline = self.transport.step(now);
-        while let Some(event) = self.transport.next_event() {
-            self.on_event(event);
+        let deadline = self.end.step(now);
+        while let Some(event) = self.end.next_event() {
+            if !self.probe_event(&event) {
+                self.on_event(event);
+            }
         }
+        self.probe();
         self.post_queued();
         self.serve_granted();
         self.digest_slice();
         self.compare_slice();
         self.serve_granted();
         let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
-        if busy { Some(now) } else { deadline }
+        if busy || self.end.is_called() {
+            return Some(now);
+        }
+        [deadline, self.lanes.deadline()].into_iter().flatten().min()
     }
 
     /// The next message for the owner.
@@ -220,37 +227,38 @@ impl RankSession {
     /// Readable while the transport has something to do; for a poller.
     #[must_use]
     pub fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.transport.wake_fd()
+        self.end.transport.wake_fd()
     }
 
     fn on_event(&mut self, event: Event) {
         match event {
             Event::Completed { op, peer, outcome } => self.on_completed(op, peer, &outcome),
-            Event::PeerLost { peer, .. } => {
+            Event::PeerLost { peer, cause } => {
                 // Its operations have ended before this. A later order connects anew.
                 for known in self.peers.values_mut() {
                     known.lanes.retain(|_, lane| *lane != peer);
                 }
-                // Already gone is as good.
-                let _ = self.transport.disconnect(peer);
+                self.on_lost(peer, &cause);
+                self.end.disconnect(peer);
             }
-            Event::Connected { .. } | Event::Notification { .. } => {}
+            Event::Connected { peer } => self.on_connected(peer),
+            Event::Notification { .. } => {}
         }
     }
 
     fn on_completed(&mut self, op: OpId, peer: PeerId, outcome: &Outcome) {
-        let Some((id, src)) = self.ops.remove(&op) else { return };
+        let Some((id, src)) = self.end.ops.remove(&op) else { return };
         if let Some(pull) = self.pulls.get_mut(&id) {
-            let lane = self.transport.peer(peer).map_or_else(|_| String::new(), |info| lanes::text(&info.lane));
+            let lane = self.end.transport.peer(peer).map_or_else(|_| String::new(), |info| lanes::text(&info.lane));
             let next = pull.on_completed(src, outcome, lane, self.now);
             self.go_on(id, next);
         }
-        self.room = true;
+        self.end.room = true;
     }
 
     /// Posts what waits for a place in the transport's queue, if one has become free.
     fn post_queued(&mut self) {
-        if !std::mem::take(&mut self.room) {
+        if !std::mem::take(&mut self.end.room) {
             return;
         }
         let queued: Vec<PullId> = self.pulls.iter().filter(|(_, p)| p.has_queued()).map(|(id, _)| *id).collect();
@@ -303,8 +311,12 @@ impl RankSession {
                 Source::nothing(Arc::new(batch.check(&[], &[]).map_err(unbound)?))
             } else {
                 let lane = self.lane(pairing.peer, src, &peer)?;
-                let info =
-                    self.transport.peer(lane).map_err(|e| fault(Stage::Connect, format!("source rank {src}: {e}")))?;
+                let connect = |text: String| fault(Stage::Connect, format!("source rank {src}: {text}"));
+                if let Gate::Refused(why) = self.lanes.gate(lane) {
+                    return Err(connect(why));
+                }
+                let mut info = self.end.transport.peer(lane).map_err(|e| connect(e.to_string()))?;
+                self.lanes.measured(lane, &mut info.lane);
                 let (staging, room) = staging_of(&peer, src, &info);
                 let theirs = (staging, if gathers { room } else { Bytes::ZERO });
                 let steps = self.staging.stager.as_ref().and_then(|s| s.choose(&batch, theirs, &info.lane));
@@ -327,8 +339,13 @@ impl RankSession {
             return Ok(*lane);
         }
         let contact = manifest.contact(src).ok_or_else(|| fault(format!("the engine has no rank {src}")))?;
-        let lane = match self.transport.connect(&contact.blob) {
-            Ok(lane) => lane,
+        let lane = match self.end.connect(&contact.blob) {
+            Ok(lane) => {
+                if let Ok(info) = self.end.transport.peer(lane) {
+                    self.lanes.add(lane, manifest.engine(), src, info);
+                }
+                lane
+            }
             // The same endpoint under an older manifest of its engine.
             Err(ConnectError::AlreadyConnected { peer, .. }) => peer,
             Err(error) => return Err(fault(format!("source rank {src}: {error}"))),
@@ -344,12 +361,21 @@ impl RankSession {
         for (&src, source) in &mut pull.sources {
             let SourceState::Queued(lane, batch) = &source.state else { continue };
             let (lane, batch) = (*lane, batch.clone());
-            match self.transport.submit(Submission { peer: lane, kind: OpKind::Read, batch, notify: None }) {
+            match self.lanes.gate(lane) {
+                Gate::Open => {}
+                Gate::Wait => continue,
+                Gate::Refused(why) => {
+                    let text = format!("source rank {src}: {why}");
+                    failed = Some(RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() });
+                    break;
+                }
+            }
+            match self.end.submit(Submission { peer: lane, kind: OpKind::Read, batch, notify: None }) {
                 Ok(op) => {
-                    self.ops.insert(op, (id, src));
+                    self.end.ops.insert(op, (id, src));
                     source.state = SourceState::Reading { op, since: self.now };
                 }
-                Err(SubmitError::QueueFull { .. }) if !self.ops.is_empty() => {
+                Err(SubmitError::QueueFull { .. }) if !self.end.ops.is_empty() || self.lanes.is_reading() => {
                     room = false;
                     break;
                 }
@@ -390,8 +416,7 @@ impl RankSession {
             Next::Wait => {}
             Next::Stop(ops) => {
                 for op in ops {
-                    // Not in flight any more: its event is on the way.
-                    let _ = self.transport.cancel(op);
+                    self.end.cancel(op);
                 }
             }
             Next::Permute(src) => self.permute(id, src),
@@ -485,10 +510,11 @@ impl RankSession {
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
             if !shared {
-                // Already gone is as good.
-                let _ = self.transport.disconnect(lane);
+                self.lanes.remove(lane);
+                self.end.disconnect(lane);
             }
         }
+        self.lanes.forget(known.manifest.engine());
     }
 }
 

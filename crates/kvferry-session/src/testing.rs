@@ -1,13 +1,21 @@
 //! Two small engines for this crate's tests: a model of two items, tensor parallel, blocks of 16 tokens.
 
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::{CacheGroup, Manifest, RankManifest};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::request::{BlockTable, DstGroup, DstPaged, SrcGroup, SrcPaged, Tail};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
-use kvferry_geometry::units::{BlockId, ItemId, Name, TokenRange, Tokens};
+use kvferry_geometry::units::{BlockId, ItemId, Name, RegionId, TokenRange, Tokens};
+use kvferry_transport::{
+    Capabilities, ConnectError, DeregisterError, EndpointId, Event, OpId, PeerId, PeerInfo, Region, RegisterError,
+    RevokeError, RevokeScope, Submission, SubmitError, Transport, UnknownOp, UnknownPeer,
+};
 
 /// Blocks of every engine.
 pub(crate) const BLOCKS: u32 = 1024;
@@ -59,4 +67,77 @@ pub(crate) fn other_dst_groups(request: u32) -> Vec<DstGroup> {
 /// What the consumer lists.
 pub(crate) fn dst_groups() -> Vec<DstGroup> {
     vec![DstPaged { table: table(&[7, 2, 1]), cached: Tokens::ZERO }.into()]
+}
+
+/// A transport whose lanes come up late: nothing of `Connected` and `PeerLost` is told while `held` is set.
+pub(crate) struct Late<T> {
+    pub(crate) inner: T,
+    pub(crate) held: Arc<AtomicBool>,
+    kept: VecDeque<Event>,
+}
+
+impl<T> Late<T> {
+    pub(crate) fn new(inner: T, held: Arc<AtomicBool>) -> Self {
+        Self { inner, held, kept: VecDeque::new() }
+    }
+}
+
+impl<T: Transport> Transport for Late<T> {
+    fn capabilities(&self) -> &Capabilities {
+        self.inner.capabilities()
+    }
+    fn endpoint(&self) -> EndpointId {
+        self.inner.endpoint()
+    }
+    fn register(&mut self, region: Region) -> Result<RegionId, RegisterError> {
+        self.inner.register(region)
+    }
+    fn deregister(&mut self, region: RegionId) -> Result<(), DeregisterError> {
+        self.inner.deregister(region)
+    }
+    fn blob(&self) -> Vec<u8> {
+        self.inner.blob()
+    }
+    fn connect(&mut self, blob: &[u8]) -> Result<PeerId, ConnectError> {
+        self.inner.connect(blob)
+    }
+    fn disconnect(&mut self, peer: PeerId) -> Result<(), UnknownPeer> {
+        self.inner.disconnect(peer)
+    }
+    fn peer(&self, peer: PeerId) -> Result<PeerInfo, UnknownPeer> {
+        self.inner.peer(peer)
+    }
+    fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
+        self.inner.submit(submission)
+    }
+    fn cancel(&mut self, op: OpId) -> Result<(), UnknownOp> {
+        self.inner.cancel(op)
+    }
+    fn revoke(&mut self, scope: RevokeScope) -> Result<(), RevokeError> {
+        self.inner.revoke(scope)
+    }
+    fn step(&mut self, now: Duration) -> Option<Duration> {
+        self.inner.step(now)
+    }
+    fn next_event(&mut self) -> Option<Event> {
+        if !self.held.load(Ordering::Relaxed)
+            && let Some(event) = self.kept.pop_front()
+        {
+            return Some(event);
+        }
+        loop {
+            let event = self.inner.next_event()?;
+            let of_lane = matches!(event, Event::Connected { .. } | Event::PeerLost { .. });
+            if !(of_lane && self.held.load(Ordering::Relaxed)) {
+                return Some(event);
+            }
+            self.kept.push_back(event);
+        }
+    }
+    fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.inner.wake_fd()
+    }
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        self.inner.wait(timeout)
+    }
 }

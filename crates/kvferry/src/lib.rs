@@ -69,10 +69,12 @@ pub use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, Mode
 pub use kvferry_session::outcome::PairReport;
 pub use kvferry_session::owner::OfferError;
 pub use kvferry_session::{
-    Assurance, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, Overlap, Report, StagingRefused, Way,
+    Assurance, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, LaneReport, LaneStanding, Overlap,
+    Report, StagingRefused, Way,
 };
+pub use kvferry_transport::preflight::{Policy, PolicyError};
 pub use kvferry_transport::{Region, Transport};
 pub use owner::{CallError, OfferSpec, Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullSpec, ReadyError, StartError};
 pub use pull::{PullError, PullHandle};
 pub use reference::{Reference, ReferenceError};
-pub use worker::{StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};
+pub use worker::{LaneBoard, StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};

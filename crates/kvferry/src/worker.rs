@@ -7,6 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ use kvferry_memory::{BufferError, BufferOptions, SharedBuffer};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::wire::{FrameReader, WireError, decode_to_rank, encode_from_rank};
 use kvferry_session::rank::{RankIdentity, Standing};
-use kvferry_session::{CacheError, LocalCache, RankSession, StagingConfig, StagingRefused, Way};
+use kvferry_session::{CacheError, LaneReport, LocalCache, RankSession, StagingConfig, StagingRefused, Way};
+use kvferry_transport::preflight::Policy;
 use kvferry_transport::{Region, Transport};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -93,6 +95,7 @@ pub struct WorkerBuilder {
     transport: Box<dyn Transport>,
     connect: Duration,
     staging: StagingOptions,
+    policy: Policy,
 }
 
 /// How a worker stages what its rank reads, and what others read from it; see [`WorkerBuilder::staging`].
@@ -139,6 +142,15 @@ impl WorkerBuilder {
         self
     }
 
+    /// Refuses lanes to other engines' ranks that are not what a policy says: a pull that needs one fails with the reason, before
+    /// anything has moved. Where the policy asks for a least rate, each lane is measured once, when it is made. The default allows
+    /// every lane.
+    #[must_use]
+    pub fn lanes(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
     /// Registers the memory and connects to the owner.
     ///
     /// # Errors
@@ -161,10 +173,13 @@ impl WorkerBuilder {
         let (stop, stopped) = UnixStream::pair().map_err(system("a pair of sockets"))?;
         let who = RankIdentity { engine: self.engine, rank: self.rank, epoch: Epoch::new(epoch) };
         let session = RankSession::new(who, self.transport, cache).with_staging(StagingConfig { cost, way })?;
+        let session = session.with_lanes(self.policy)?;
         let permuter = Permuter::new(self.rank, threads).map_err(system("a pair of sockets"))?;
         let (frames, out) = (FrameReader::default(), Vec::new());
-        let loop_ = Loop { rank: self.rank, session, link, stopped, frames, out, permuter };
-        Ok(Worker { rank: self.rank, loop_, stop })
+        let lanes = LaneBoard::default();
+        let board = (lanes.clone(), 0);
+        let loop_ = Loop { rank: self.rank, session, link, stopped, frames, out, permuter, board };
+        Ok(Worker { rank: self.rank, loop_, stop, lanes })
     }
 
     /// Connects, then runs on a thread of its own.
@@ -172,12 +187,12 @@ impl WorkerBuilder {
     /// # Errors
     /// As [`connect`](Self::connect), or if there is no thread to be had.
     pub fn spawn(self) -> Result<WorkerHandle, WorkerError> {
-        let Worker { rank, loop_, stop } = self.connect()?;
+        let Worker { rank, loop_, stop, lanes } = self.connect()?;
         let thread = std::thread::Builder::new()
             .name(format!("kvferry-rank-{rank}"))
             .spawn(move || loop_.run())
             .map_err(|error| WorkerError::System { what: "a thread", error })?;
-        Ok(WorkerHandle { rank, thread: Some(thread), stop })
+        Ok(WorkerHandle { rank, thread: Some(thread), stop, lanes })
     }
 }
 
@@ -187,6 +202,24 @@ pub struct Worker {
     rank: RankId,
     loop_: Loop,
     stop: UnixStream,
+    lanes: LaneBoard,
+}
+
+/// What a worker's lanes are, for whoever wants to see it, on any thread and also after the worker's end. Cheap to clone; clones
+/// show the same.
+#[derive(Clone, Debug, Default)]
+pub struct LaneBoard(Arc<Mutex<Vec<LaneReport>>>);
+
+impl LaneBoard {
+    /// The lanes to ranks of other engines, as they stand now; of those that broke, the last one to each rank.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<LaneReport> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, lanes: Vec<LaneReport>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = lanes;
+    }
 }
 
 impl Worker {
@@ -203,13 +236,20 @@ impl Worker {
     ) -> WorkerBuilder {
         let (owner, connect) = (owner.into(), Duration::from_secs(30));
         let staging = StagingOptions::default();
-        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect, staging }
+        let policy = Policy::default();
+        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect, staging, policy }
     }
 
     /// Which rank.
     #[must_use]
     pub fn rank(&self) -> RankId {
         self.rank
+    }
+
+    /// Where its lanes can be seen.
+    #[must_use]
+    pub fn lanes(&self) -> LaneBoard {
+        self.lanes.clone()
     }
 
     /// Serves until the owner closes the link, which is the usual end.
@@ -230,6 +270,7 @@ pub struct WorkerHandle {
     rank: RankId,
     thread: Option<JoinHandle<Result<(), WorkerError>>>,
     stop: UnixStream,
+    lanes: LaneBoard,
 }
 
 impl WorkerHandle {
@@ -237,6 +278,12 @@ impl WorkerHandle {
     #[must_use]
     pub fn rank(&self) -> RankId {
         self.rank
+    }
+
+    /// Where its lanes can be seen.
+    #[must_use]
+    pub fn lanes(&self) -> LaneBoard {
+        self.lanes.clone()
     }
 
     /// Asks it to stop, whatever it is doing: its transport is dropped, its link closed.
@@ -301,6 +348,8 @@ struct Loop {
     frames: FrameReader,
     out: Vec<u8>,
     permuter: Permuter,
+    /// Where the lanes are shown, and up to which change they are.
+    board: (LaneBoard, u64),
 }
 
 impl Loop {
@@ -308,6 +357,10 @@ impl Loop {
         let clock = Clock::start();
         loop {
             let next = self.session.step(clock.now());
+            if self.session.lanes_revision() != self.board.1 {
+                self.board.1 = self.session.lanes_revision();
+                self.board.0.set(self.session.lanes());
+            }
             while let Some(work) = self.session.next_work() {
                 self.permuter.start(work)?;
             }

@@ -1,11 +1,13 @@
-//! Two engines of this process that stage what is read, at either end: the same bytes, permuted on threads of the workers.
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+//! Two engines of this process that stage what is read, at either end: the same bytes, permuted on threads of the workers; and
+//! whose lanes are refused, measured and shown.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot be set up has failed")]
 
 use std::time::Duration;
 
 use kvferry::{
-    Address, Assurance, BlockId, BlockTable, Bytes, ContentKey, DstPaged, EngineId, OfferSpec, Owner, Place, PullSpec,
-    Region, SrcPaged, StagingOptions, Tail, TokenRange, Tokens, Way, Worker, WorkerError, WorkerHandle,
+    Address, Assurance, BlockId, BlockTable, Bytes, ContentKey, DstPaged, EngineId, LaneStanding, OfferSpec, Owner,
+    Place, Policy, PullError, PullHandle, PullSpec, Region, SrcPaged, StagingOptions, Tail, TokenRange, Tokens, Way,
+    Worker, WorkerError, WorkerHandle,
 };
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::{CacheGroup, RankManifest};
@@ -78,6 +80,7 @@ fn workers(
     engine: &Engine,
     network: &MemNetwork,
     options: StagingOptions,
+    policy: &Policy,
 ) -> Vec<WorkerHandle> {
     let worker = |(i, manifest): (u32, &RankManifest)| {
         let memory = engine.memory[i as usize].clone();
@@ -85,6 +88,7 @@ fn workers(
         let engine = EngineId::new(id).unwrap();
         Worker::builder(engine, RankId::new(i), owner.rank_socket(), manifest.clone(), memory, transport)
             .staging(options)
+            .lanes(policy.clone())
             .spawn()
             .unwrap()
     };
@@ -115,8 +119,15 @@ async fn workers_gather_what_others_read() {
     }
 }
 
-/// Six requests at a time from two ranks to one, each of which is delivered; gives where their pairs were staged.
-async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place> {
+/// Two engines that are ready: two ranks with heads outside, and one with heads inside.
+struct Met {
+    p: Engine,
+    d: Engine,
+    owners: [Owner; 2],
+    handles: Vec<WorkerHandle>,
+}
+
+async fn meet(producer: StagingOptions, consumer: StagingOptions, policy: &Policy) -> Met {
     let network = MemNetwork::new(11);
     let (p, d) = (engine(2, LayoutStyle::HND), engine(1, LayoutStyle::NHD));
     let owner = |id, e: &Engine, ranks| {
@@ -124,21 +135,22 @@ async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place
             .listen(Address::loopback(0))
             .start()
     };
-    let (po, d_owner) = (owner("p", &p, 2).await.unwrap(), owner("d", &d, 1).await.unwrap());
-    let mut handles = workers("p", &po, &p, &network, producer);
-    handles.extend(workers("d", &d_owner, &d, &network, consumer));
-    po.ready(SOON).await.unwrap();
-    d_owner.ready(SOON).await.unwrap();
+    let owners = [owner("p", &p, 2).await.unwrap(), owner("d", &d, 1).await.unwrap()];
+    let mut handles = workers("p", &owners[0], &p, &network, producer, &Policy::default());
+    handles.extend(workers("d", &owners[1], &d, &network, consumer, policy));
+    for owner in &owners {
+        owner.ready(SOON).await.unwrap();
+    }
+    Met { p, d, owners, handles }
+}
 
-    let requests: Vec<(Vec<u32>, Vec<u32>)> =
-        (0..6).map(|i| ((0..7).map(|k| k * 6 + i).collect(), (0..7).map(|k| 60 - i - k * 6).collect())).collect();
-    let mut pulls = Vec::new();
-    for (salt, (src, dst)) in (0u64..).zip(&requests) {
-        p.each(src, |region, at, number| region.write(at, &value(number, salt)).unwrap());
+impl Met {
+    /// Begins to pull 100 tokens.
+    async fn pull(&self, src: &[u32], dst: &[u32]) -> PullHandle {
         let content_key = ContentKey::from_bytes([9; 32]);
         let held = TokenRange::new(Tokens::ZERO, Tokens::new(N));
         let group = SrcPaged { table: table(src), held, tail: Tail::Exact }.into();
-        let reference = po.offer(OfferSpec { groups: vec![group], content_key }).await.unwrap();
+        let reference = self.owners[0].offer(OfferSpec { groups: vec![group], content_key }).await.unwrap();
         let spec = PullSpec {
             tokens: Tokens::new(N),
             groups: vec![DstPaged { table: table(dst), cached: Tokens::ZERO }.into()],
@@ -146,7 +158,74 @@ async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place
             assurance: Assurance::Full,
             deadline: SOON,
         };
-        pulls.push(d_owner.pull(reference, spec).await.unwrap());
+        self.owners[1].pull(reference, spec).await.unwrap()
+    }
+
+    async fn part(self) {
+        for owner in self.owners {
+            owner.shutdown().await;
+        }
+        for handle in self.handles {
+            handle.join().unwrap();
+        }
+    }
+}
+
+/// A lane that isn't allowed carries nothing, and the pull says why, again and again; one that is is measured where that was asked
+/// for. Both can be seen at the worker, also after its end.
+#[tokio::test]
+async fn lanes_are_refused_measured_and_shown() {
+    let names = |names: &[&str], min| Policy::new(names.iter().copied(), min).unwrap();
+    for (policy, reason) in [
+        (Policy::default(), None),
+        (names(&["in-process"], Some(1)), None),
+        (names(&["rdma"], None), Some("requires rdma; the lane is in-process")),
+        (names(&[], Some(u64::MAX)), Some("measured")),
+    ] {
+        let met = meet(StagingOptions::default(), StagingOptions::default(), &policy).await;
+        let board = met.handles[2].lanes();
+        assert!(board.snapshot().is_empty());
+        for dst in [60, 50] {
+            let dst: Vec<u32> = (0..7).map(|k| dst - k).collect();
+            match (met.pull(&[1, 2, 3, 4, 5, 6, 7], &dst).await.await, reason) {
+                (Ok(delivered), None) => {
+                    let pairs = &delivered.report().pairs;
+                    assert!(pairs.iter().all(|p| p.lane == "in-process: copy inside one process"), "{pairs:?}");
+                }
+                (Err(PullError::Failed(failed)), Some(reason)) => {
+                    let (_, fault) = &failed.report.faults[0];
+                    assert!(fault.to_string().starts_with("connect: source rank"), "{fault}");
+                    assert!(fault.text.contains(reason), "{fault}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let lanes = board.snapshot();
+        met.part().await;
+        assert_eq!(board.snapshot().len(), 2, "what was seen last");
+        assert_eq!(lanes.iter().map(|l| (l.engine.as_str(), l.rank.get())).collect::<Vec<_>>(), [("p", 0), ("p", 1)]);
+        for lane in lanes {
+            // The pulls fail with the first lane that is refused; the other may still be measured then.
+            if reason == Some("measured") && lane.standing == LaneStanding::Probing {
+                continue;
+            }
+            let refused =
+                matches!(&lane.standing, LaneStanding::Refused(why) if reason.is_some_and(|r| why.contains(r)));
+            assert!(refused || (reason.is_none() && lane.standing == LaneStanding::Up), "{lane:?}");
+            assert_eq!(lane.lane.measured.is_some(), policy.min_bytes_per_second().is_some(), "{lane:?}");
+        }
+    }
+}
+
+/// Six requests at a time from two ranks to one, each of which is delivered; gives where their pairs were staged.
+async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place> {
+    let met = meet(producer, consumer, &Policy::default()).await;
+    let requests: Vec<(Vec<u32>, Vec<u32>)> =
+        (0..6).map(|i| ((0..7).map(|k| k * 6 + i).collect(), (0..7).map(|k| 60 - i - k * 6).collect())).collect();
+    let mut pulls = Vec::new();
+    for (salt, (src, dst)) in (0u64..).zip(&requests) {
+        met.p.each(src, |region, at, number| region.write(at, &value(number, salt)).unwrap());
+        pulls.push(met.pull(src, dst).await);
     }
     let mut places = Vec::new();
     for (salt, (pull, (_, dst))) in (0u64..).zip(pulls.into_iter().zip(&requests)) {
@@ -154,18 +233,14 @@ async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place
         places.extend(delivered.report().pairs.iter().map(|p| p.place));
         assert_eq!(delivered.report().bytes(), Bytes::new(N * 2 * 8 * 64));
         assert_eq!(delivered.report().groups[0].complete, (0, 6));
-        d.each(dst, |region, at, number| {
+        met.d.each(dst, |region, at, number| {
             let mut got = [0; 64];
             region.read(at, &mut got).unwrap();
             assert_eq!(got, value(number, salt), "value {number} of request {salt}");
         });
     }
-    assert_eq!(d_owner.quarantined().await.unwrap(), 0);
-    d_owner.shutdown().await;
-    po.shutdown().await;
-    for handle in handles {
-        handle.join().unwrap();
-    }
+    assert_eq!(met.owners[1].quarantined().await.unwrap(), 0);
+    met.part().await;
     places
 }
 

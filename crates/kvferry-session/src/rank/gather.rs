@@ -114,7 +114,7 @@ impl RankSession {
             let known = self.peers.values_mut().find(|k| k.lanes.get(&src) == Some(&lane));
             known.into_iter().for_each(|k| k.gathers = false);
         }
-        let (cache, transport) = (&self.cache, &self.transport);
+        let (cache, transport) = (&self.cache, &self.end.transport);
         let wire = |steps: &Steps, lane: PeerId, staging: RegionId, at: Bytes| {
             let fault = |stage, text: String| {
                 let text = format!("source rank {src}: {text}");

@@ -1,9 +1,301 @@
-//! The lanes to producers' ranks.
+//! The lanes to producers' ranks: how each stands, and whether it may carry anything.
+//!
+//! A [`Policy`] that requires something is checked when a lane is up, and nothing is posted on it before. Where it asks for a least
+//! rate, the lane is probed, once: a few reads of the peer's memory into scratch memory that no peer is told of, one lane after the
+//! other. A lane that is refused stays so for as long as the connection stands, and each request that would need it fails at once
+//! with the reason: nothing is tried again, and nothing goes another way in silence.
 
-use kvferry_transport::Lane;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
+use kvferry_geometry::units::{Bytes, RankId, RegionId};
+use kvferry_proto::names::EngineId;
+use kvferry_proto::rank::{PullId, RankFault, Stage};
+use kvferry_transport::preflight::{Policy, Probe, ProbeOptions};
+use kvferry_transport::{EndpointId, Event, Lane, LostCause, OpId, PeerId, PeerInfo, Region};
+
+use super::RankSession;
+use super::pull::SourceState;
+use crate::cache::CacheError;
+
+/// Bytes of scratch memory: room for what a probe has in flight.
+const SCRATCH: usize = 4 << 20;
+/// How long a probe may take.
+const WITHIN: Duration = Duration::from_secs(10);
 /// The most bytes of a lane's text in a report.
 const MAX_TEXT: usize = 240;
+
+/// How a lane stands.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum LaneStanding {
+    /// It is being made.
+    Connecting,
+    /// It is up and is being measured, or waits for that.
+    Probing,
+    /// It is up.
+    Up,
+    /// It is up and not what the policy requires, or could not be measured.
+    Refused(String),
+    /// It broke. A later request makes it anew.
+    Lost(String),
+}
+
+/// One lane to a rank of another engine.
+#[derive(Clone, PartialEq, Debug)]
+pub struct LaneReport {
+    /// The engine.
+    pub engine: EngineId,
+    /// Its rank.
+    pub rank: RankId,
+    /// The endpoint of that rank.
+    pub endpoint: EndpointId,
+    /// The name of our transport's backend; of several, the lane's own words name the one that was taken.
+    pub backend: &'static str,
+    /// What carries the bytes: before it is up, what is intended. With what was measured, if anything was.
+    pub lane: Lane,
+    /// How it stands.
+    pub standing: LaneStanding,
+}
+
+/// Whether something may be posted on a lane.
+pub(super) enum Gate {
+    Open,
+    /// Not yet.
+    Wait,
+    Refused(String),
+}
+
+#[derive(Default)]
+pub(super) struct Lanes {
+    policy: Policy,
+    scratch: Option<(RegionId, Bytes)>,
+    known: BTreeMap<PeerId, Known>,
+    probe: Option<Probing>,
+    /// Reads of probes that have ended without them: until they end, another probe would share its scratch memory with them.
+    left: BTreeSet<OpId>,
+    revision: u64,
+}
+
+struct Known {
+    engine: EngineId,
+    rank: RankId,
+    info: PeerInfo,
+    standing: LaneStanding,
+}
+
+struct Probing {
+    peer: PeerId,
+    probe: Probe,
+    begun: Duration,
+}
+
+impl Lanes {
+    /// Notes a connection.
+    pub(super) fn add(&mut self, peer: PeerId, engine: &EngineId, rank: RankId, info: PeerInfo) {
+        let lost = |k: &Known| matches!(k.standing, LaneStanding::Lost(_)) && k.rank == rank && k.engine == *engine;
+        self.known.retain(|_, k| !lost(k));
+        let engine = engine.clone();
+        self.known.entry(peer).or_insert(Known { engine, rank, info, standing: LaneStanding::Connecting });
+        self.revision += 1;
+    }
+
+    /// Forgets a connection.
+    pub(super) fn remove(&mut self, peer: PeerId) {
+        self.known.remove(&peer);
+        self.end_probe(peer);
+        self.revision += 1;
+    }
+
+    /// Forgets what was lost of an engine.
+    pub(super) fn forget(&mut self, engine: &EngineId) {
+        let lost = |k: &Known| matches!(k.standing, LaneStanding::Lost(_)) && k.engine == *engine;
+        self.known.retain(|_, k| !lost(k));
+        self.revision += 1;
+    }
+
+    pub(super) fn gate(&self, peer: PeerId) -> Gate {
+        match self.known.get(&peer).map(|k| &k.standing) {
+            // The transport has those wait itself that are not up yet.
+            _ if self.policy.is_any() => Gate::Open,
+            Some(LaneStanding::Refused(why)) => Gate::Refused(format!("the lane is refused: {why}")),
+            Some(LaneStanding::Connecting | LaneStanding::Probing) => Gate::Wait,
+            // Of one that is lost or forgotten the transport says what there is to say.
+            Some(LaneStanding::Up | LaneStanding::Lost(_)) | None => Gate::Open,
+        }
+    }
+
+    /// What was measured on a lane.
+    pub(super) fn measured(&self, peer: PeerId, lane: &mut Lane) {
+        lane.measured = lane.measured.or_else(|| self.known.get(&peer)?.info.lane.measured);
+    }
+
+    fn set(&mut self, peer: PeerId, standing: LaneStanding) {
+        if let Some(known) = self.known.get_mut(&peer) {
+            known.standing = standing;
+            self.revision += 1;
+        }
+    }
+
+    /// When the probe must be looked at though nothing happens.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        self.probe.as_ref().map(|p| p.begun.saturating_add(WITHIN + Duration::from_millis(1)))
+    }
+
+    /// Whether a probe's reads are in flight.
+    pub(super) fn is_reading(&self) -> bool {
+        !self.left.is_empty() || self.probe.as_ref().is_some_and(|p| p.probe.open().next().is_some())
+    }
+
+    fn end_probe(&mut self, peer: PeerId) {
+        if let Some(ended) = self.probe.take_if(|p| p.peer == peer) {
+            self.left.extend(ended.probe.open());
+        }
+    }
+}
+
+impl RankSession {
+    /// The same, with lanes that must be what a policy says. Where that asks for a least rate, scratch memory is made and
+    /// registered for the probes; peers are not told of it, as the rank has said already what it has.
+    ///
+    /// # Errors
+    /// If the scratch memory can't be had or registered.
+    pub fn with_lanes(mut self, policy: Policy) -> Result<Self, CacheError> {
+        if policy.min_bytes_per_second().is_some() {
+            let expected = self.cache.lens().len();
+            let region = RegionId::new(u32::try_from(expected).unwrap_or(u32::MAX));
+            let memory = Region::zeroed(SCRATCH).ok_or(CacheError::Scratch { bytes: Bytes::new(SCRATCH as u64) })?;
+            let len = memory.len();
+            let registered = self.end.transport.register(memory);
+            let got = registered.map_err(|error| CacheError::Register { region, error })?;
+            self.lanes.scratch = Some((got, len));
+        }
+        self.lanes.policy = policy;
+        Ok(self)
+    }
+
+    /// The lanes to ranks of other engines that are, or were last, connected.
+    #[must_use]
+    pub fn lanes(&self) -> Vec<LaneReport> {
+        let backend = self.end.transport.capabilities().backend;
+        let report = |k: &Known| LaneReport {
+            engine: k.engine.clone(),
+            rank: k.rank,
+            endpoint: k.info.endpoint,
+            backend,
+            lane: k.info.lane.clone(),
+            standing: k.standing.clone(),
+        };
+        self.lanes.known.values().map(report).collect()
+    }
+
+    /// Grows with every change of [`lanes`](Self::lanes).
+    #[must_use]
+    pub fn lanes_revision(&self) -> u64 {
+        self.lanes.revision
+    }
+
+    pub(super) fn on_connected(&mut self, peer: PeerId) {
+        let Ok(info) = self.end.transport.peer(peer) else { return };
+        let checked = self.lanes.policy.check_kind(&info.lane);
+        if let Some(known) = self.lanes.known.get_mut(&peer) {
+            known.info = info;
+        }
+        match checked {
+            Err(error) => self.refuse_lane(peer, error.to_string()),
+            Ok(()) if self.lanes.scratch.is_some() => self.lanes.set(peer, LaneStanding::Probing),
+            Ok(()) => self.admit_lane(peer),
+        }
+    }
+
+    pub(super) fn on_lost(&mut self, peer: PeerId, cause: &LostCause) {
+        self.lanes.end_probe(peer);
+        self.lanes.set(peer, LaneStanding::Lost(cause.to_string()));
+        // Those in flight have ended; those that weren't posted would never be.
+        self.fail_unposted(peer, &format!("the peer is lost: {cause}"));
+    }
+
+    fn admit_lane(&mut self, peer: PeerId) {
+        self.lanes.set(peer, LaneStanding::Up);
+        self.end.room = true;
+    }
+
+    fn refuse_lane(&mut self, peer: PeerId, why: String) {
+        let text = format!("the lane is refused: {why}");
+        self.lanes.set(peer, LaneStanding::Refused(why));
+        self.fail_unposted(peer, &text);
+    }
+
+    /// Fails the requests that would still use a lane.
+    fn fail_unposted(&mut self, peer: PeerId, why: &str) {
+        let uses = |state: &SourceState| match state {
+            SourceState::Waiting(lane) | SourceState::Asking { lane, .. } | SourceState::Queued(lane, _) => {
+                *lane == peer
+            }
+            _ => false,
+        };
+        let pulls = self.pulls.iter();
+        let failed: Vec<(PullId, RankId)> =
+            pulls.filter_map(|(&id, p)| Some((id, *p.sources.iter().find(|(_, s)| uses(&s.state))?.0))).collect();
+        for (id, src) in failed {
+            let text = format!("source rank {src}: {why}");
+            self.fail(id, RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() });
+        }
+    }
+
+    /// Shows the probe an event; true if it was a probe's.
+    pub(super) fn probe_event(&mut self, event: &Event) -> bool {
+        let left = matches!(event, Event::Completed { op, .. } if self.lanes.left.remove(op));
+        let probes = left || self.lanes.probe.as_mut().is_some_and(|p| p.probe.on_event(event, self.now));
+        self.end.room |= probes;
+        probes
+    }
+
+    /// Goes on with probing: posts its reads, judges what it has found, begins the next.
+    pub(super) fn probe(&mut self) {
+        let Some(scratch) = self.lanes.scratch else { return };
+        loop {
+            if self.lanes.probe.is_none() && self.lanes.left.is_empty() {
+                let next = self.lanes.known.iter().find(|(_, k)| k.standing == LaneStanding::Probing);
+                let Some((&peer, known)) = next else { return };
+                let mut options = ProbeOptions::quick();
+                options.within = WITHIN;
+                match Probe::new(options, peer, &known.info, scratch) {
+                    Ok(probe) => self.lanes.probe = Some(Probing { peer, probe, begun: self.now }),
+                    Err(error) => self.refuse_lane(peer, format!("it can't be measured: {error}")),
+                }
+            }
+            let Some(Probing { peer, probe, .. }) = &mut self.lanes.probe else { return };
+            let peer = *peer;
+            while let Some(submission) = probe.poll(self.now) {
+                match self.end.submit(submission) {
+                    Ok(op) => probe.submitted(op),
+                    Err(error) => {
+                        probe.refused(&error);
+                        break;
+                    }
+                }
+            }
+            let Some(result) = probe.result().cloned() else { return };
+            self.lanes.end_probe(peer);
+            for op in self.lanes.left.clone() {
+                self.end.cancel(op);
+            }
+            match result {
+                Ok(report) => {
+                    if let Some(known) = self.lanes.known.get_mut(&peer) {
+                        known.info.lane.measured = report.lane.measured;
+                    }
+                    match self.lanes.policy.check_rate(&report.lane) {
+                        Ok(()) => self.admit_lane(peer),
+                        Err(error) => self.refuse_lane(peer, error.to_string()),
+                    }
+                }
+                Err(error) => self.refuse_lane(peer, format!("it can't be measured: {error}")),
+            }
+        }
+    }
+}
 
 /// A lane in words: its kind, what the library calls what carries the bytes, and what the backend says of it.
 pub(super) fn text(lane: &Lane) -> String {

@@ -47,7 +47,7 @@ impl RankSession {
     /// # Errors
     /// If it can't stage so.
     pub fn with_staging(mut self, config: StagingConfig) -> Result<Self, StagingRefused> {
-        self.staging.stager = Stager::new(&self.cache, config, self.transport.capabilities().cost)?;
+        self.staging.stager = Stager::new(&self.cache, config, self.end.transport.capabilities().cost)?;
         Ok(self)
     }
 
@@ -106,7 +106,7 @@ impl RankSession {
                 self.free_gather(segment);
                 continue;
             };
-            let (cache, transport) = (&self.cache, &self.transport);
+            let (cache, transport) = (&self.cache, &self.end.transport);
             let wire = |steps: &Steps, lane: PeerId| {
                 let fault = |stage, text: String| {
                     let text = format!("source rank {src}: {text}");

@@ -1,5 +1,7 @@
 //! Ranks on the in-memory transport, with the owners' part played by the test.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
@@ -9,11 +11,12 @@ use kvferry_proto::peer::Gathered;
 use kvferry_proto::rank::{Assurance, GatherOrder, Pairing, RankReport};
 use kvferry_transport::fault::{Faulty, OpFault, Script};
 use kvferry_transport::mem::MemNetwork;
+use kvferry_transport::preflight::Policy;
 use kvferry_transport::{LostCause, Region, TransferError};
 
 use super::*;
 use crate::pairing::Direction;
-use crate::testing::{TOKEN_BYTES, TOKENS, dst_groups, manifest, shape, src_groups};
+use crate::testing::{Late, TOKEN_BYTES, TOKENS, dst_groups, manifest, shape, src_groups};
 
 /// Two prefill ranks and one decode rank, which reads from both.
 struct World {
@@ -24,6 +27,8 @@ struct World {
     consumer: Pairing,
     now: Duration,
     ended: Vec<Result<RankReport, RankFault>>,
+    /// Whether the decode rank hears nothing of lanes.
+    held: Arc<AtomicBool>,
 }
 
 fn session(id: &str, rank: u32, tp: u32, mut transport: Box<dyn Transport>) -> (RankSession, RankContact) {
@@ -43,6 +48,11 @@ fn session(id: &str, rank: u32, tp: u32, mut transport: Box<dyn Transport>) -> (
 
 impl World {
     fn new(script: Script) -> Self {
+        Self::with(script, Policy::default())
+    }
+
+    /// With lanes of the decode rank that must be what a policy says.
+    fn with(script: Script, policy: Policy) -> Self {
         let network = MemNetwork::new(3);
         let (mut p, mut contacts) = (Vec::new(), Vec::new());
         for rank in 0..2 {
@@ -50,8 +60,10 @@ impl World {
             p.push(session);
             contacts.push(contact);
         }
+        let held = Arc::new(AtomicBool::new(false));
         let faulty = Faulty::new(network.endpoint().unwrap(), script);
-        let (mut d, contact) = session("d", 0, 1, Box::new(faulty));
+        let (d, contact) = session("d", 0, 1, Box::new(Late::new(faulty, held.clone())));
+        let mut d = d.with_lanes(policy).unwrap();
         let engine = |id: &str, tp, contacts| {
             let cache = (*manifest(tp)).clone();
             Arc::new(EngineManifest::new(EngineId::new(id).unwrap(), Epoch::new(1), cache, contacts).unwrap())
@@ -79,7 +91,7 @@ impl World {
             peer_map: map,
         };
         let consumer = Pairing { peer: de.digest(), ..pairing };
-        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new() }
+        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new(), held }
     }
 
     fn request() -> Request {
@@ -157,7 +169,7 @@ fn a_share_is_read_zeroed_and_compared() {
         assert_eq!(report.zeroed.get(), 8 * TOKEN_BYTES);
         let compared = if assurance == Assurance::Full { TOKENS * TOKEN_BYTES } else { 0 };
         assert_eq!(report.compared.get(), compared);
-        assert!(w.d.ops.is_empty());
+        assert!(w.d.end.ops.is_empty());
     }
 }
 
@@ -245,7 +257,7 @@ fn orders_that_do_not_fit_are_refused() {
         assert!(w.fault().text.contains(text), "{}", w.fault());
         w.ended.clear();
     }
-    assert!(w.d.ops.is_empty());
+    assert!(w.d.end.ops.is_empty());
 }
 
 /// Bytes that changed between read and comparison are found, and named by item and block.
@@ -391,3 +403,5 @@ fn digest_orders_end_when_they_are_cancelled() {
     w.p[0].handle(ToRank::Forget(w.consumer.peer), w.now);
     assert!(w.p[0].jobs.is_empty());
 }
+
+mod lanes;

@@ -1,0 +1,60 @@
+//! A rank's end of the data plane: its transport, what is in flight on it, and whether it must be stepped again.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use kvferry_geometry::units::RankId;
+use kvferry_proto::rank::PullId;
+use kvferry_transport::{ConnectError, Event, OpId, PeerId, Submission, SubmitError, Transport};
+
+pub(super) struct Endpoint {
+    pub(super) transport: Box<dyn Transport>,
+    /// Reads in flight: for which source of which request.
+    pub(super) ops: BTreeMap<OpId, (PullId, RankId)>,
+    /// Whether what waits may be posted now: a place in the transport's queue has become free, or a lane was admitted.
+    pub(super) room: bool,
+    /// Whether it was called since its last step: what it was told it does in a step only.
+    called: bool,
+}
+
+impl Endpoint {
+    pub(super) fn new(transport: Box<dyn Transport>) -> Self {
+        Self { transport, ops: BTreeMap::new(), room: false, called: false }
+    }
+
+    pub(super) fn step(&mut self, now: Duration) -> Option<Duration> {
+        self.called = false;
+        self.transport.step(now)
+    }
+
+    /// Whether it must be stepped again though nothing wakes it.
+    pub(super) fn is_called(&self) -> bool {
+        self.called
+    }
+
+    pub(super) fn next_event(&mut self) -> Option<Event> {
+        self.transport.next_event()
+    }
+
+    pub(super) fn connect(&mut self, blob: &[u8]) -> Result<PeerId, ConnectError> {
+        self.called = true;
+        self.transport.connect(blob)
+    }
+
+    /// One that is gone already is as good.
+    pub(super) fn disconnect(&mut self, peer: PeerId) {
+        self.called = true;
+        let _ = self.transport.disconnect(peer);
+    }
+
+    pub(super) fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
+        self.called = true;
+        self.transport.submit(submission)
+    }
+
+    /// One that is not in flight any more has its event on the way.
+    pub(super) fn cancel(&mut self, op: OpId) {
+        self.called = true;
+        let _ = self.transport.cancel(op);
+    }
+}

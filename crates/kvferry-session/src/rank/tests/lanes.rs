@@ -1,0 +1,179 @@
+//! What real wires bring: lanes that come up late, are not what they should be, break, or are full.
+
+use kvferry_transport::{SubmitError, TransferError};
+
+use super::*;
+
+fn policy(require: &[&str], min: Option<u64>) -> Policy {
+    Policy::new(require.iter().copied(), min).unwrap()
+}
+
+fn standings(w: &World) -> Vec<LaneStanding> {
+    w.d.lanes().into_iter().map(|l| l.standing).collect()
+}
+
+fn pull(w: &mut World, id: u64) {
+    let order = w.order(id, Assurance::Fenced);
+    w.d.handle(ToRank::Pull(order), w.now);
+}
+
+/// What the policy allows is used, and is told; with a least rate it was measured before.
+#[test]
+fn lanes_that_are_allowed_are_used() {
+    for (require, min) in [(&[][..], None), (&["rdma", "in-process"], None), (&[], Some(1)), (&["in-process"], Some(1))]
+    {
+        let mut w = World::with(Script::default(), policy(require, min));
+        w.pull(Assurance::Full);
+        w.run(SECOND);
+        let [Ok(report)] = &w.ended[..] else { panic!("{:?}", w.ended) };
+        assert!(report.sources.iter().all(|s| s.lane == "in-process: copy inside one process"), "{report:?}");
+        let lanes = w.d.lanes();
+        assert_eq!(lanes.iter().map(|l| l.rank.get()).collect::<Vec<_>>(), [0, 1]);
+        for lane in &lanes {
+            assert_eq!((lane.engine.as_str(), lane.backend, &lane.standing), ("p", "mem", &LaneStanding::Up));
+            assert_eq!(lane.lane.measured.is_some(), min.is_some());
+        }
+        assert!(!w.d.lanes.is_reading());
+    }
+}
+
+/// A lane that is not what the policy requires carries nothing: the request fails with the reason, and so does each later one at
+/// once, without another connection.
+#[test]
+fn a_lane_that_is_not_allowed_fails_the_request_with_the_reason() {
+    for (require, min, reason) in [
+        (&["rdma", "cuda_ipc"][..], None, "requires rdma or cuda_ipc"),
+        (&[], Some(u64::MAX), "at least; the lane is in-process"),
+        (&["tcp"], Some(1), "requires tcp"),
+    ] {
+        // A third connection would be another fault.
+        let connect = [(2, ConnectError::Itself)].into();
+        let mut w = World::with(Script { connect, ..Script::default() }, policy(require, min));
+        w.d.cache.regions().iter().for_each(|r| r.fill(0, r.len().get(), 0xee).unwrap());
+        for round in 1..4 {
+            pull(&mut w, round);
+            w.run(SECOND);
+            assert_eq!(w.fault().stage, Stage::Connect);
+            assert!(w.fault().text.contains(reason), "{}", w.fault());
+            assert!(w.fault().text.starts_with("source rank 0: the lane is refused"), "{}", w.fault());
+            assert!(!w.fault().in_doubt);
+            w.ended.clear();
+        }
+        for standing in standings(&w) {
+            assert!(matches!(&standing, LaneStanding::Refused(why) if why.contains(reason)), "{standing:?}");
+        }
+        let untouched = |r: &Region| r.to_vec().unwrap().iter().all(|b| *b == 0xee);
+        assert!(w.d.cache.regions().iter().all(untouched), "no byte has moved");
+    }
+}
+
+/// A probe that fails refuses its lane, and its scratch memory is not shared with what it has left in flight.
+#[test]
+fn a_lane_that_cannot_be_measured_is_refused() {
+    let lane = TransferError::Lane { reason: "on demand".into() };
+    for (fault, reason) in [
+        (OpFault::Fail(lane.clone()), "on demand"),
+        (OpFault::InDoubt(lane), "on demand"),
+        (OpFault::Refuse(SubmitError::Refused { reason: "no room".into() }), "no room"),
+        (OpFault::LoseCompletion, "not done within"),
+    ] {
+        for k in [0, 1, 3] {
+            let mut w = World::with(on(k, fault.clone()), policy(&[], Some(1)));
+            w.pull(Assurance::Fenced);
+            w.run(20 * SECOND);
+            assert_eq!(w.fault().stage, Stage::Connect, "{k} {fault:?}");
+            assert!(w.fault().text.contains("can't be measured") && w.fault().text.contains(reason), "{}", w.fault());
+            assert!(matches!(&standings(&w)[..], [LaneStanding::Refused(_), LaneStanding::Up]), "{:?}", standings(&w));
+            assert!(!w.d.lanes.is_reading() && w.d.end.ops.is_empty());
+        }
+    }
+    // A full queue is no failure.
+    let full = OpFault::Refuse(SubmitError::QueueFull { limit: 1 });
+    let script = Script { submit: [0, 1, 4, 9].map(|k| (k, full.clone())).into(), ..Script::default() };
+    let mut w = World::with(script, policy(&[], Some(1)));
+    w.pull(Assurance::Fenced);
+    w.run(SECOND);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+}
+
+/// Where nothing is required, operations wait for a slow lane in the transport; where something is, before it. They can be given up
+/// either way.
+#[test]
+fn a_lane_that_comes_up_late_delays() {
+    for policy in [policy(&["in-process"], None), policy(&[], Some(1))] {
+        let mut w = World::with(Script::default(), policy.clone());
+        w.held.store(true, Ordering::Relaxed);
+        for round in 1..3 {
+            pull(&mut w, round);
+            w.run(SECOND);
+            assert!(w.ended.is_empty() && w.d.end.ops.is_empty(), "nothing moves on a lane that was not looked at");
+            assert_eq!(standings(&w), [LaneStanding::Connecting, LaneStanding::Connecting]);
+            if round == 1 {
+                w.d.handle(ToRank::Cancel(PullId(1)), w.now);
+                w.run(SECOND);
+                assert_eq!(w.fault().stage, Stage::Cancelled);
+                w.ended.clear();
+            }
+        }
+        w.held.store(false, Ordering::Relaxed);
+        w.run(SECOND);
+        assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+        assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
+    }
+}
+
+/// A lane that is lost before it was up, or while others wait for it, ends who waits; the next request makes it anew.
+#[test]
+fn a_lane_that_is_lost_ends_those_who_wait_for_it() {
+    let mut w = World::with(Script::default(), policy(&["in-process"], None));
+    w.held.store(true, Ordering::Relaxed);
+    w.pull(Assurance::Fenced);
+    w.run(SECOND / 10);
+    // The second producer's rank dies.
+    let dead = w.p.pop().unwrap();
+    drop(dead);
+    w.d.step(w.now);
+    w.held.store(false, Ordering::Relaxed);
+    for _ in 0..100 {
+        w.d.step(w.now);
+        while let Some(message) = w.d.next_message() {
+            let FromRank::Pulled { result, .. } = message else { panic!("{message:?}") };
+            w.ended.push(result);
+        }
+        w.now += SECOND / 100;
+    }
+    let fault = w.fault();
+    assert!(matches!(fault.stage, Stage::Connect | Stage::Read) && !fault.in_doubt, "{fault}");
+    assert!(fault.text.starts_with("source rank 1"), "{fault}");
+    assert!(w.d.end.ops.is_empty());
+    assert!(matches!(&standings(&w)[..], [LaneStanding::Up, LaneStanding::Lost(_)]), "{:?}", standings(&w));
+    assert_eq!(w.d.peers.values().map(|k| k.lanes.len()).sum::<usize>(), 1);
+}
+
+/// A driver that steps only when it is told to (or woken) sees everything end: whatever the session asks of its transport in a step
+/// is followed by another.
+#[test]
+fn nothing_waits_for_a_step_that_nobody_asks_for() {
+    let full = OpFault::Refuse(SubmitError::QueueFull { limit: 1 });
+    for (script, policy) in [
+        (Script::default(), Policy::default()),
+        (on(1, full.clone()), Policy::default()),
+        (on(1, OpFault::Delay(SECOND)), Policy::default()),
+        (on(1, OpFault::Fail(lost())), Policy::default()),
+        (Script::default(), policy(&[], Some(1))),
+        (on(0, OpFault::LoseCompletion), policy(&[], Some(1))),
+    ] {
+        let mut w = World::with(script.clone(), policy);
+        pull(&mut w, 1);
+        let (mut now, mut steps) = (w.now, 0);
+        while let Some(next) = w.d.step(now) {
+            // The clock goes on a little by itself.
+            now = next.max(now) + Duration::from_micros(1);
+            steps += 1;
+            assert!(steps < 100_000, "it never rests");
+        }
+        let ended = std::iter::from_fn(|| w.d.next_message()).filter(|m| matches!(m, FromRank::Pulled { .. })).count();
+        assert_eq!(ended, 1, "{script:?}");
+        assert!(w.d.end.ops.is_empty());
+    }
+}
