@@ -15,6 +15,7 @@
 //! | [`mem`] | the reference backend, inside one process, with faults on demand |
 //! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
 //! | [`negotiate`] | several backends of one rank as one transport, that takes for each peer one that both have |
+//! | [`preflight`] | what a lane must be, and measuring what it is |
 //! | [`conformance`] | one suite for all backends and wrappers |
 //!
 //! Invariants: nothing outside a registered region is ever touched; every operation ends exactly once; a registration
@@ -33,6 +34,7 @@ mod gate;
 pub mod mem;
 pub mod negotiate;
 pub mod observe;
+pub mod preflight;
 #[allow(unsafe_code, reason = "foreign memory is promised here, once")]
 pub mod region;
 mod rng;

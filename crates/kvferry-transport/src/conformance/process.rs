@@ -54,7 +54,7 @@ impl Order {
     }
 }
 
-/// Registers the region, fills it with the bytes of [`PEER`](super::bytes::PEER), tells the blob, and serves until the process that
+/// Registers the region, fills it with the bytes of [`PEER`], tells the blob, and serves until the process that
 /// started this one is gone. Returns only to say what went wrong.
 #[must_use]
 pub fn serve(mut endpoint: Box<dyn Transport>, region: Region) -> String {
@@ -150,7 +150,7 @@ impl PeerProcess {
         Ok(peer)
     }
 
-    /// Its blob, with one region of the bytes that it was started with, full of [`PEER`](super::bytes::PEER)'s bytes.
+    /// Its blob, with one region of the bytes that it was started with, full of [`PEER`]'s bytes.
     #[must_use]
     pub fn blob(&self) -> &[u8] {
         &self.blob
