@@ -263,3 +263,19 @@ impl crate::child::End for End {
         Ok(Contact { open_ns, register_ns, connect_ns, first_ns: steps.next() })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_the_whole() {
+        let scene = Scene::Wider;
+        let work = Work::Request { contiguous: false, staged: true, wider: true };
+        let whole = work.batch(scene, Some(&scene.engines().unwrap())).unwrap();
+        let all = pieces(&whole);
+        assert_eq!(all.len(), PIECES);
+        assert_eq!(all.iter().map(|p| p.bytes().get()).sum::<u64>(), whole.bytes().get());
+        assert!(all.iter().all(|p| p.bytes().get() <= work.bytes() / PIECES as u64));
+    }
+}

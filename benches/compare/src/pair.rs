@@ -157,20 +157,24 @@ impl Pair {
         self.both().into_iter().try_for_each(|pid| signal(pid, Signal::CONT))
     }
 
+    /// The source's offer of a work, from those who make offers.
+    fn offer(&mut self, work: Work) -> anyhow::Result<Option<Vec<u8>>> {
+        if !matches!(self.rival, Rival::Engine { .. }) {
+            return Ok(None);
+        }
+        match self.source.ask(&Order::Offer(work))? {
+            Answer::Hello(offer) => Ok(Some(offer)),
+            other => bail!("{other:?} where an offer was due"),
+        }
+    }
+
     /// Moves a work's bytes once.
     pub(crate) fn read(&mut self, work: Work) -> anyhow::Result<Sample> {
         if self.prepared != Some(work) {
             self.reader.ask(&Order::Prepare(work))?;
             self.prepared = Some(work);
         }
-        let offer = if matches!(self.rival, Rival::Engine { .. }) {
-            match self.source.ask(&Order::Offer(work))? {
-                Answer::Hello(offer) => offer,
-                other => bail!("{other:?} where an offer was due"),
-            }
-        } else {
-            Vec::new()
-        };
+        let offer = self.offer(work)?.unwrap_or_default();
         let [source, reader] = self.both();
         let before = (cpu_of(source)?, cpu_of(reader)?);
         let Answer::Moved(Moved { ns, descriptors, lane }) = self.reader.ask(&Order::Read(work, offer))? else {
@@ -197,7 +201,8 @@ impl Pair {
 
     /// A fresh endpoint in the reader's process meets the source.
     pub(crate) fn contact(&mut self) -> anyhow::Result<Contact> {
-        match self.reader.ask(&Order::Contact(self.hello.clone()))? {
+        let hello = self.offer(Work::Small)?.unwrap_or_else(|| self.hello.clone());
+        match self.reader.ask(&Order::Contact(hello))? {
             Answer::Met(contact) => Ok(contact),
             other => bail!("{other:?} where a meeting was due"),
         }

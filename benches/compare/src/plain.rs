@@ -12,16 +12,17 @@ use crate::work::Work;
 
 /// A move by addresses.
 #[derive(Clone, Copy)]
-struct Move {
-    from: usize,
-    to: usize,
-    len: usize,
+pub(crate) struct Move {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) len: usize,
 }
 
-fn moves(list: &[Descriptor], src: &[usize], dst: &[Region]) -> anyhow::Result<Vec<Move>> {
+/// The same by the addresses where the regions begin.
+pub(crate) fn moves(list: &[Descriptor], src: &[usize], dst: &[usize]) -> anyhow::Result<Vec<Move>> {
     let one = |d: &Descriptor| {
         let from = src.get(d.src_region.index()).context("no such source region")?;
-        let to = dst.get(d.dst_region.index()).context("no such destination region")?.address();
+        let to = dst.get(d.dst_region.index()).context("no such destination region")?;
         Ok(Move {
             from: from + usize::try_from(d.src_offset)?,
             to: to + usize::try_from(d.dst_offset)?,
@@ -29,6 +30,11 @@ fn moves(list: &[Descriptor], src: &[usize], dst: &[Region]) -> anyhow::Result<V
         })
     };
     list.iter().map(one).collect()
+}
+
+/// Where regions begin.
+pub(crate) fn addresses(regions: &[Region]) -> Vec<usize> {
+    regions.iter().map(Region::address).collect()
 }
 
 /// Equal shares, one for each thread.
@@ -63,8 +69,7 @@ impl Memcpy {
 
 impl End for Memcpy {
     fn prepare(&mut self, memory: &Memory, work: Work) -> anyhow::Result<()> {
-        let src: Vec<usize> = memory.src.iter().map(Region::address).collect();
-        self.prepared = moves(&memory.descriptors(work)?, &src, &memory.dst)?;
+        self.prepared = moves(&memory.descriptors(work)?, &addresses(&memory.src), &addresses(&memory.dst))?;
         Ok(())
     }
 
@@ -95,8 +100,7 @@ pub(crate) struct ProcessVm {
 
 impl ProcessVm {
     pub(crate) fn new(memory: &Memory, ranges: usize, threads: usize) -> Self {
-        let own = memory.src.iter().map(Region::address).collect();
-        Self { ranges, threads, own, peer: 0, theirs: Vec::new(), prepared: Vec::new() }
+        Self { ranges, threads, own: addresses(&memory.src), peer: 0, theirs: Vec::new(), prepared: Vec::new() }
     }
 }
 
@@ -111,7 +115,7 @@ impl End for ProcessVm {
     }
 
     fn prepare(&mut self, memory: &Memory, work: Work) -> anyhow::Result<()> {
-        self.prepared = moves(&memory.descriptors(work)?, &self.theirs, &memory.dst)?;
+        self.prepared = moves(&memory.descriptors(work)?, &self.theirs, &addresses(&memory.dst))?;
         Ok(())
     }
 

@@ -4,7 +4,6 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use kvferry_geometry::batch::Descriptor;
 use kvferry_transport::Region;
 use nixl_sys::{
     Agent, AgentConfig, MemType, MemoryRegion, NixlDescriptor, NotificationMap, Params, RegistrationHandle,
@@ -12,6 +11,7 @@ use nixl_sys::{
 };
 
 use crate::child::{Memory, Steps, is_source};
+use crate::plain::{Move, addresses, moves};
 use crate::wire::{Contact, Moved, Side};
 use crate::work::Work;
 
@@ -111,7 +111,7 @@ pub(crate) struct End {
     how: How,
     own: Vec<usize>,
     peer: Option<(String, Vec<usize>)>,
-    work: Vec<(usize, usize, usize)>,
+    work: Vec<Move>,
 }
 
 impl End {
@@ -120,28 +120,30 @@ impl End {
         let regions = if source { &memory.src } else { &memory.dst };
         let mut node = Node::open(if source { "source" } else { "reader" }, how)?;
         node.register(regions)?;
-        let own = regions.iter().map(Region::address).collect();
+        let own = addresses(regions);
         let (peer, work) = (None, Vec::new());
         Ok(Self { prepared: None, node, source, how, own, peer, work })
     }
 
     fn lists_of(&self) -> anyhow::Result<Prepared> {
         let (peer, _) = self.peer.as_ref().context("not connected")?;
-        let sorted = |key: fn(&(usize, usize, usize)) -> usize| -> anyhow::Result<(Vec<(usize, usize)>, Vec<i32>)> {
-            let mut order: Vec<usize> = (0..self.work.len()).collect();
-            order.sort_by_key(|&i| key(&self.work[i]));
-            let mut place = vec![0; order.len()];
-            for (at, &i) in (0..).zip(&order) {
-                place[i] = at;
-            }
-            Ok((order.iter().map(|&i| (key(&self.work[i]), self.work[i].2)).collect(), place))
-        };
-        let (remote, there) = sorted(|w| w.0)?;
-        let (local, here) = sorted(|w| w.1)?;
+        let (remote, there) = self.sorted(|m| m.from);
+        let (local, here) = self.sorted(|m| m.to);
         let agent = &self.node.agent;
         let local = agent.prepare_xfer_dlist("", &list(local.into_iter())?, None)?;
         let remote = agent.prepare_xfer_dlist(peer, &list(remote.into_iter())?, None)?;
         Ok(Prepared { local, remote, here, there })
+    }
+
+    /// One side's ranges in the order of addresses, and where in them each move's is.
+    fn sorted(&self, key: fn(&Move) -> usize) -> (Vec<(usize, usize)>, Vec<i32>) {
+        let mut order: Vec<usize> = (0..self.work.len()).collect();
+        order.sort_by_key(|&i| key(&self.work[i]));
+        let mut place = vec![0; order.len()];
+        for (at, &i) in (0..).zip(&order) {
+            place[i] = at;
+        }
+        (order.iter().map(|&i| (key(&self.work[i]), self.work[i].len)).collect(), place)
     }
 
     fn request(&self) -> anyhow::Result<XferRequest> {
@@ -150,22 +152,12 @@ impl End {
             Some(p) => agent.make_xfer_req(XferOp::Read, &p.local, &p.here, &p.remote, &p.there, None)?,
             None => {
                 let (peer, _) = self.peer.as_ref().context("not connected")?;
-                let local = list(self.work.iter().map(|w| (w.1, w.2)))?;
-                let remote = list(self.work.iter().map(|w| (w.0, w.2)))?;
+                let local = list(self.work.iter().map(|m| (m.to, m.len)))?;
+                let remote = list(self.work.iter().map(|m| (m.from, m.len)))?;
                 agent.create_xfer_req(XferOp::Read, &local, &remote, peer, None)?
             }
         })
     }
-}
-
-/// (source address, destination address, length) of each.
-fn addresses(work: &[Descriptor], src: &[usize], dst: &[usize]) -> anyhow::Result<Vec<(usize, usize, usize)>> {
-    let one = |d: &Descriptor| {
-        let from = src.get(d.src_region.index()).context("no such source region")?;
-        let to = dst.get(d.dst_region.index()).context("no such destination region")?;
-        Ok((from + usize::try_from(d.src_offset)?, to + usize::try_from(d.dst_offset)?, usize::try_from(d.len)?))
-    };
-    work.iter().map(one).collect()
 }
 
 impl crate::child::End for End {
@@ -194,7 +186,7 @@ impl crate::child::End for End {
     fn prepare(&mut self, memory: &Memory, work: Work) -> anyhow::Result<()> {
         self.prepared = None;
         let (_, theirs) = self.peer.as_ref().context("not connected")?;
-        self.work = addresses(&memory.descriptors(work)?, theirs, &self.own)?;
+        self.work = moves(&memory.descriptors(work)?, theirs, &self.own)?;
         self.prepared = if self.how.prepared { Some(self.lists_of()?) } else { None };
         Ok(())
     }
@@ -212,7 +204,7 @@ impl crate::child::End for End {
 
     fn contact(&mut self, memory: &Memory, hello: &[u8]) -> anyhow::Result<Contact> {
         let (metadata, theirs): Hello = serde_json::from_slice(hello)?;
-        let small = addresses(&memory.descriptors(Work::Small)?, &theirs, &self.own)?;
+        let small = moves(&memory.descriptors(Work::Small)?, &theirs, &self.own)?;
         let mut steps = Steps::new();
         let mut node = Node::open("newcomer", self.how)?;
         let open_ns = steps.next();
@@ -221,8 +213,8 @@ impl crate::child::End for End {
         let name = node.agent.load_remote_md(&metadata)?;
         node.agent.make_connection(&name, None)?;
         let connect_ns = steps.next();
-        let local = list(small.iter().map(|w| (w.1, w.2)))?;
-        let remote = list(small.iter().map(|w| (w.0, w.2)))?;
+        let local = list(small.iter().map(|m| (m.to, m.len)))?;
+        let remote = list(small.iter().map(|m| (m.from, m.len)))?;
         let request = node.agent.create_xfer_req(XferOp::Read, &local, &remote, &name, None)?;
         if node.agent.post_xfer_req(&request, None)? {
             node.finish(&request, true)?;

@@ -17,7 +17,7 @@ const MEETINGS: usize = 3;
 
 /// Somebody who can be asked to move bytes.
 enum Runner<'a> {
-    Pair(Pair),
+    Pair(Box<Pair>),
     Peer(&'a mut Peer),
 }
 
@@ -83,7 +83,7 @@ impl Runner<'_> {
     fn does(&self, work: Work) -> bool {
         let Work::Request { staged: true, .. } = work else { return true };
         // shm lands bytes in place at the speed of a copy; staging is for those to whom a descriptor is dear.
-        matches!(self, Self::Pair(Pair { rival: Rival::Ferry { backend: Backend::Ucx | Backend::Nixl, .. }, .. }))
+        matches!(self.who(), Who::Rival(Rival::Ferry { backend: Backend::Ucx | Backend::Nixl, .. }))
     }
 }
 
@@ -213,7 +213,7 @@ fn play(
     for rival in rivals(args, scene) {
         let started = Pair::start(rival, scene, &files.paths).and_then(|pair| pair.rest().map(|()| pair));
         match started {
-            Ok(pair) => runners.push(Runner::Pair(pair)),
+            Ok(pair) => runners.push(Runner::Pair(Box::new(pair))),
             Err(why) => fail(rows, Who::Rival(rival), &why),
         }
     }
@@ -303,7 +303,7 @@ fn rounds(count: usize, work: Work, runners: &mut [Runner<'_>], rows: &mut [Row]
 fn meeting(runner: &mut Runner<'_>, strangers: &[Duration], rows: &[Row], first: Work) -> Option<Meeting> {
     let who = runner.who();
     let whole = rows.iter().find(|r| r.who == who && r.work == first).and_then(|r| r.first);
-    let of_engine = matches!(who, Who::Rival(Rival::Engine { .. }));
+    let of_engine = matches!(who, Who::Vllm | Who::Rival(Rival::Engine { .. }));
     let mut meeting = Meeting { who, contacts: Vec::new(), first: whole.filter(|_| of_engine), failed: None };
     match who {
         Who::Vllm => {
@@ -314,7 +314,6 @@ fn meeting(runner: &mut Runner<'_>, strangers: &[Duration], rows: &[Row], first:
             meeting.contacts = strangers.iter().map(contact).collect();
         }
         Who::Rival(Rival::Memcpy { .. } | Rival::ProcessVm { .. }) => return None,
-        Who::Rival(Rival::Engine { .. }) => {}
         Who::Rival(_) => {
             for _ in 0..MEETINGS {
                 match runner.contact() {

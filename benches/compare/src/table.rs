@@ -87,6 +87,10 @@ impl Row {
         Some((median(self.samples.iter().map(|s| s.wall)), min))
     }
 
+    fn cpu(&self) -> Duration {
+        median(self.samples.iter().map(|s| s.cpu_reader + s.cpu_source))
+    }
+
     /// How many times as fast as another, by medians and by minima.
     fn against(&self, other: &Self) -> Option<(f64, f64)> {
         let (own, theirs) = (self.wall()?, other.wall()?);
@@ -131,7 +135,7 @@ pub(crate) fn moves(rows: &[Row]) -> String {
         "median ms",
         "min ms",
         "GB/s",
-        "times as fast (by min)",
+        "times as fast (by min; by CPU)",
         "as",
         "CPU reader ms",
         "CPU source ms",
@@ -149,8 +153,11 @@ pub(crate) fn moves(rows: &[Row]) -> String {
             continue;
         };
         let against = yardstick(row, rows);
-        let (ratio, whom) = match against.and_then(|other| Some((row.against(other)?, other.who))) {
-            Some(((by_median, by_min), who)) => (format!("{by_median:.2} ({by_min:.2})"), who.to_string()),
+        let (ratio, whom) = match against.and_then(|other| Some((row.against(other)?, other))) {
+            Some(((by_median, by_min), other)) => {
+                let by_cpu = other.cpu().as_secs_f64() / row.cpu().as_secs_f64().max(1e-9);
+                (format!("{by_median:.2} ({by_min:.2}; {by_cpu:.2})"), other.who.to_string())
+            }
             None => Default::default(),
         };
         let last = row.samples.last().cloned().unwrap_or_default();
@@ -272,20 +279,26 @@ pub(crate) fn aims(rows: &[Row], meetings: &[Meeting]) -> String {
         let verdict = if by_median >= least { "met" } else { "**missed**" };
         writeln!(out, "| {what} | {least} | {by_median:.2} ({by_min:.2}) | {verdict} |").ok();
     };
-    let ferry = |backend, work: fn(Work) -> bool| {
-        let fits = move |r: &&Row| matches!(r.who, Who::Rival(Rival::Ferry { backend: b, .. }) if b == backend);
+    let rows_of = |backend, engines: bool, work: fn(Work) -> bool| {
+        let fits = move |r: &&Row| match r.who {
+            Who::Rival(Rival::Ferry { backend: b, .. }) => !engines && b == backend,
+            Who::Rival(Rival::Engine { backend: b, .. }) => engines && b == backend,
+            _ => false,
+        };
         rows.iter().filter(fits).filter(move |r| work(r.work))
     };
     for backend in [Backend::Ucx, Backend::Nixl] {
         let least = if backend == Backend::Ucx { 0.9 } else { 0.95 };
-        for row in ferry(backend, |w| matches!(w, Work::Blocks(_))) {
+        for row in rows_of(backend, false, |w| matches!(w, Work::Blocks(_))) {
             let other = yardstick(row, rows);
             let whom = other.map_or_else(|| "nobody".to_owned(), |o| format!("{} ({})", o.who, o.who.threads()));
             let what = format!("{}: {} ({}) beside {whom}", title(row.work), row.who, row.who.threads());
             say(what, least, other.and_then(|o| row.against(o)));
         }
     }
-    let scenes: [(&str, fn(Work) -> bool, [f64; 3]); 3] = [
+    /// A name, its works, and what is aimed at with shm, UCX and NIXL.
+    type Aim = (&'static str, fn(Work) -> bool, [f64; 3]);
+    let scenes: [Aim; 3] = [
         (
             "blocks 16 to 16, scattered",
             |w| matches!(w, Work::Request { contiguous: false, wider: false, .. }),
@@ -296,10 +309,13 @@ pub(crate) fn aims(rows: &[Row], meetings: &[Meeting]) -> String {
     ];
     for (name, work, least) in scenes {
         for (backend, least) in [Backend::Shm, Backend::Ucx, Backend::Nixl].into_iter().zip(least) {
-            // Whatever of its ways (threads, staged or not) is fastest.
-            let best = ferry(backend, work).filter(|r| r.wall().is_some()).min_by_key(|r| r.wall());
-            let got = best.and_then(|row| row.against(yardstick(row, rows)?));
-            say(format!("{name}: {backend} beside vLLM's workers"), least, got);
+            for engines in [false, true] {
+                // Whatever of its ways (threads, staged or not) is fastest.
+                let best = rows_of(backend, engines, work).filter(|r| r.wall().is_some()).min_by_key(|r| r.wall());
+                let got = best.and_then(|row| row.against(yardstick(row, rows)?));
+                let what = if engines { "engines over it, fenced" } else { "its transport" };
+                say(format!("{name}: {backend} ({what}) beside vLLM's workers"), least, got);
+            }
         }
     }
     let met = |of: &dyn Fn(Who) -> bool| {

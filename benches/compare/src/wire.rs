@@ -144,7 +144,7 @@ pub(crate) enum Order {
     Clear,
     /// To the reader: compare everything.
     Verify(Work),
-    /// To the reader: a fresh endpoint reads 4 KiB from this source, timed.
+    /// To the reader: a fresh endpoint reads 4 KiB from this source, timed; a fresh engine pulls one block by this offer.
     Contact(Vec<u8>),
     /// To all.
     Quit,
@@ -187,6 +187,6 @@ pub(crate) struct Contact {
     pub(crate) register_ns: u64,
     /// From the peer's blob to the connection.
     pub(crate) connect_ns: u64,
-    /// The first 4 KiB.
+    /// The first 4 KiB; for engines all of it, from the reference to one block in place.
     pub(crate) first_ns: u64,
 }

@@ -150,15 +150,15 @@ impl Engines {
     /// From block ids to what moves, as a decode rank does for each request.
     pub(crate) fn resolve(&self, [src, dst]: &[Vec<BlockId>; 2]) -> anyhow::Result<Batch> {
         let tokens = Tokens::new(TOKENS.into());
-        let request = Request { tokens, src: vec![src_group(src)], dst: vec![dst_group(dst)] };
+        let request = Request { tokens, src: vec![src_group(src, tokens)], dst: vec![dst_group(dst)] };
         let bound = BoundRequest::new(&self.c, request).ok().context("an unsound request")?;
         self.plan.resolve(&bound).ok().context("a request that does not resolve")
     }
 }
 
-/// The producer's blocks of a request.
-pub(crate) fn src_group(ids: &[BlockId]) -> SrcGroup {
-    let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS.into()));
+/// The producer's blocks of a request of so many tokens.
+pub(crate) fn src_group(ids: &[BlockId], tokens: Tokens) -> SrcGroup {
+    let held = TokenRange::new(Tokens::ZERO, tokens);
     SrcPaged { table: BlockTable::new(0, ids), held, tail: Tail::Exact }.into()
 }
 
@@ -255,4 +255,61 @@ pub(crate) fn wrong_bytes(list: &[Descriptor], src: &[Region], dst: &[Region]) -
         }
     }
     Ok(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory() -> (Vec<Region>, Vec<Region>, Vec<Descriptor>) {
+        let [src, dst] = [1_u8, GUARD].map(|value| {
+            let region = Region::zeroed(4 << 12).unwrap();
+            region.fill(0, 4 << 12, value).unwrap();
+            vec![region]
+        });
+        (0..4).for_each(|page| src[0].fill(page << 12, 1 << 12, 10 + u8::try_from(page).unwrap()).unwrap());
+        let list = descriptors(&blocks(4096, 3)).unwrap();
+        (src, dst, list)
+    }
+
+    #[test]
+    fn missing_misplaced_and_stray_bytes_are_counted() {
+        let (src, dst, list) = memory();
+        assert_eq!(wrong_bytes(&list, &src, &dst).unwrap(), 3 << 12);
+        let mut page = vec![0; 4096];
+        for d in &list {
+            src[0].read(d.src_offset, &mut page).unwrap();
+            dst[0].write(d.dst_offset, &page).unwrap();
+        }
+        assert_eq!(wrong_bytes(&list, &src, &dst).unwrap(), 0);
+        dst[0].write(3 << 12, &[0; 7]).unwrap();
+        assert_eq!(wrong_bytes(&list, &src, &dst).unwrap(), 7);
+        src[0].read(list[0].src_offset, &mut page).unwrap();
+        dst[0].write(list[1].dst_offset, &page).unwrap();
+        assert_eq!(wrong_bytes(&list, &src, &dst).unwrap(), 7 + 4096);
+    }
+
+    #[test]
+    fn requests_are_those_of_the_peer() {
+        let pages = |scene: Scene, contiguous| {
+            let work = Work::Request { contiguous, staged: false, wider: scene == Scene::Wider };
+            let batch = work.batch(scene, Some(&scene.engines().unwrap())).unwrap();
+            assert_eq!(batch.bytes().get(), work.bytes());
+            descriptors(&batch).unwrap().len()
+        };
+        // 80 layers of 256 pages of 16 KiB; one run a layer; two heads a page.
+        assert_eq!(pages(Scene::Same, true), 80);
+        assert!((20_000..=20_480).contains(&pages(Scene::Same, false)));
+        assert!((40_000..=40_960).contains(&pages(Scene::Wider, false)));
+    }
+
+    #[test]
+    fn scattered_blocks_move_everything_once() {
+        for bytes in [4 << 10, 1 << 20] {
+            let mut list = descriptors(&Work::Blocks(bytes).batch(Scene::Blocks, None).unwrap()).unwrap();
+            assert_eq!(list.iter().map(|d| d.len).sum::<u64>(), TOTAL);
+            list.sort_by_key(|d| d.dst_offset);
+            assert!(list.windows(2).all(|w| w[0].dst_offset + w[0].len == w[1].dst_offset));
+        }
+    }
 }
