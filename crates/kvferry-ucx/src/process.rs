@@ -27,8 +27,8 @@ pub(crate) enum Watch {
     Unknown,
     /// It is this one.
     Ourselves,
-    /// Readable once it has ended.
-    Alive(OwnedFd),
+    /// The descriptor is readable once it has ended, all its threads included.
+    Alive { fd: OwnedFd, pid: u32 },
     /// It has ended.
     Gone,
 }
@@ -77,7 +77,7 @@ impl Process {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Watch::Unknown };
         match pidfd_open(pid, PidfdFlags::empty()) {
             // The descriptor is of whoever has the number now; the time tells whether that is the one that was meant.
-            Ok(fd) if started(self.pid) == Some(self.started) => Watch::Alive(fd),
+            Ok(fd) if started(self.pid) == Some(self.started) => Watch::Alive { fd, pid: self.pid },
             Ok(_) | Err(rustix::io::Errno::SRCH) => Watch::Gone,
             Err(_) => Watch::Unknown,
         }
@@ -91,7 +91,7 @@ impl Watch {
         match self {
             Self::Gone => true,
             Self::Unknown | Self::Ourselves => false,
-            Self::Alive(fd) => {
+            Self::Alive { fd, .. } => {
                 let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
                 poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&zero)).is_ok_and(|n| n > 0)
             }
@@ -99,10 +99,26 @@ impl Watch {
     }
 }
 
+impl Watch {
+    /// Whether it is alive as far as is known, but has begun to end: its memory and sockets may be gone, but a thread of it may
+    /// still be in a copy.
+    pub(crate) fn is_dying(&self) -> bool {
+        const EXITING: u64 = 0x4; // PF_EXITING of the kernel's sched.h.
+        let Self::Alive { pid, .. } = self else { return false };
+        // Seven fields behind the name; gone from the table means ended, which the descriptor tells.
+        field(*pid, 6).is_none_or(|flags| flags & EXITING != 0)
+    }
+}
+
 /// The 22nd field of `/proc/PID/stat`; the second is in brackets and may hold anything.
 fn started(pid: u32) -> Option<u64> {
+    field(pid, 19)
+}
+
+/// A field of `/proc/PID/stat`, counted from the first behind the name.
+fn field(pid: u32, index: usize) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(index)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -124,9 +140,9 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let peer = Process { pid: child.id(), started: started(child.id()).unwrap(), ..ours };
         let watch = peer.watch(&ours);
-        assert!(matches!(watch, Watch::Alive(_)) && !watch.is_gone());
+        assert!(matches!(watch, Watch::Alive { .. }) && !watch.is_gone() && !watch.is_dying());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(watch.is_gone() && matches!(peer.watch(&ours), Watch::Gone));
+        assert!(watch.is_dying() && watch.is_gone() && matches!(peer.watch(&ours), Watch::Gone));
     }
 }

@@ -41,16 +41,22 @@ pub(crate) struct Hello {
 pub(crate) struct Caller {
     pub(crate) endpoint: EndpointId,
     pub(crate) conn: u64,
+    /// Of the caller: two of its rails may talk to one of the answerer's.
+    pub(crate) rail: u8,
 }
 
 impl Caller {
+    const LEN: usize = 16 + 8 + 1;
+
     pub(crate) fn encode(&self) -> Vec<u8> {
-        [&self.endpoint.get()[..], &self.conn.to_le_bytes()].concat()
+        [&self.endpoint.get()[..], &self.conn.to_le_bytes(), &[self.rail]].concat()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (endpoint, conn) = bytes.split_first_chunk::<16>()?;
-        Some(Self { endpoint: EndpointId::new(*endpoint), conn: u64::from_le_bytes(conn.try_into().ok()?) })
+        let (endpoint, rest) = bytes.split_first_chunk::<16>()?;
+        let (conn, rest) = rest.split_first_chunk::<8>()?;
+        let [rail] = rest else { return None };
+        Some(Self { endpoint: EndpointId::new(*endpoint), conn: u64::from_le_bytes(*conn), rail: *rail })
     }
 }
 
@@ -68,7 +74,7 @@ impl Leave {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (caller, ends) = bytes.split_first_chunk::<24>()?;
+        let (caller, ends) = bytes.split_first_chunk::<{ Caller::LEN }>()?;
         Some(Self { caller: Caller::decode(caller)?, ends: u64::from_le_bytes(ends.try_into().ok()?) })
     }
 }
@@ -84,7 +90,7 @@ impl Hello {
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (token, rest) = bytes.split_first_chunk::<16>()?;
         let (to, rest) = rest.split_first_chunk::<16>()?;
-        let (caller, rest) = rest.split_first_chunk::<24>()?;
+        let (caller, rest) = rest.split_first_chunk::<{ Caller::LEN }>()?;
         let (process, address) = rest.split_first_chunk::<{ Process::LEN }>()?;
         Some(Self {
             token: *token,
@@ -107,7 +113,7 @@ mod tests {
 
     #[test]
     fn hello_comes_back() {
-        let caller = Caller { endpoint: EndpointId::new([2; 16]), conn: 77 };
+        let caller = Caller { endpoint: EndpointId::new([2; 16]), conn: 77, rail: 3 };
         let process = Process { host: [4; 16], namespace: 5, pid: 6, started: 7 };
         let hello = Hello { token: [1; 16], to: EndpointId::new([3; 16]), caller, process, address: vec![8; 40] };
         let bytes = hello.encode();
@@ -116,8 +122,8 @@ mod tests {
         assert!((0..head).all(|end| Hello::decode(&bytes[..end]).is_none()));
         let leave = Leave { caller, ends: 12 };
         assert_eq!(Leave::decode(&leave.encode()), Some(leave));
-        assert_eq!((Leave::decode(&[0; 31]), Leave::decode(&[0; 33])), (None, None));
-        assert_eq!((Caller::decode(&[0; 23]), Caller::decode(&[0; 25])), (None, None));
+        assert_eq!((Leave::decode(&[0; 32]), Leave::decode(&[0; 34])), (None, None));
+        assert_eq!((Caller::decode(&[0; 24]), Caller::decode(&[0; 26])), (None, None));
         assert_eq!((guest(&9u64.to_le_bytes()), guest(&[0; 7])), (Some(9), None));
     }
 }

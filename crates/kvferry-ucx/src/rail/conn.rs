@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvferry_geometry::units::RegionId;
 use kvferry_transport::access::{Answer, Message};
@@ -20,6 +20,10 @@ use crate::shared::{Callee, Command, Report};
 use crate::sys::{Endpoint, Header, RemoteKey};
 use crate::wire::{self, Caller, Hello, Leave};
 use crate::work::Work;
+
+/// How long after its lane broke the death of a peer is awaited: where it shows no sign of dying, and where it does.
+const SUSPECT: Duration = Duration::from_millis(50);
+const DYING: Duration = Duration::from_secs(20);
 
 /// One connection of ours, at this rail.
 pub(super) struct Conn {
@@ -40,6 +44,8 @@ pub(super) struct Conn {
     pub(super) runs: usize,
     /// By index, each unpacked at its first use.
     keys: Vec<Option<Rc<RemoteKey>>>,
+    /// Why and since when its lane is broken, while it is not known whether that is because the peer has died.
+    suspect: Option<(LostCause, Instant)>,
     lost: Option<(LostCause, Instant)>,
     /// Since when it is to go.
     closing: Option<Instant>,
@@ -96,8 +102,14 @@ impl Conn {
         Ok((place.address, key))
     }
 
+    /// Whether it is not known yet why its lane is broken.
+    pub(super) fn is_suspect(&self) -> bool {
+        self.suspect.is_some() && self.lost.is_none()
+    }
+
     fn send(&self, kind: u8, to: u64, body: Vec<u8>) -> Result<(), LostCause> {
-        let endpoint = self.endpoint.as_ref().ok_or(LostCause::Gone)?;
+        let closed = || LostCause::Lane("it is closed".to_owned());
+        let endpoint = self.endpoint.as_ref().ok_or_else(closed)?;
         endpoint.send(Header { kind, to }, body).map_err(|status| LostCause::Lane(status.to_string()))
     }
 }
@@ -118,7 +130,7 @@ impl Rail {
             Watch::Gone => Err(LostCause::Gone),
             _ => self.caller.connect(&part.address).map_err(|status| LostCause::Lane(status.to_string())),
         };
-        if let Watch::Alive(fd) = &watch {
+        if let Watch::Alive { fd, .. } = &watch {
             // Unwatched, its death is noticed by UCX later.
             let _: rustix::io::Result<()> =
                 epoll::add(&self.epoll, fd, epoll::EventData::new_u64(CONN | id), epoll::EventFlags::IN);
@@ -126,7 +138,7 @@ impl Rail {
         let hello = Hello {
             token: callee.part.token,
             to: callee.endpoint,
-            caller: Caller { endpoint: self.shared.id, conn: id },
+            caller: self.as_caller(id),
             process: self.shared.process,
             address: self.caller_address.clone(),
         };
@@ -145,6 +157,7 @@ impl Rail {
             ends: 0,
             runs: 0,
             keys,
+            suspect: None,
             lost: None,
             closing: None,
         };
@@ -152,8 +165,13 @@ impl Rail {
         self.conns.insert(id, conn);
         self.clock.restless = true;
         if let Some(cause) = failure {
-            self.lose(id, &cause, Way::Broken);
+            self.lane_broke(id, cause);
         }
+    }
+
+    fn as_caller(&self, conn: u64) -> Caller {
+        // There are few rails.
+        Caller { endpoint: self.shared.id, conn, rail: u8::try_from(self.index).unwrap_or(u8::MAX) }
     }
 
     pub(super) fn from_peer(&mut self, header: Header, body: &[u8]) {
@@ -205,7 +223,7 @@ impl Rail {
         let id = work.conn;
         conn.asked.insert(work.op, work);
         if let Err(cause) = sent {
-            self.lose(id, &cause, Way::Broken);
+            self.lane_broke(id, cause);
         }
     }
 
@@ -267,10 +285,7 @@ impl Rail {
         let id = work.conn;
         // What has failed has failed for a reason, which may be known by now.
         if matches!(work.outcome(None), Outcome::Failed(_) | Outcome::InDoubt(_)) {
-            self.look_for_faults();
-            if self.conns.get(&id).is_some_and(|conn| conn.watch.is_gone()) {
-                self.lose(id, &LostCause::Gone, Way::Broken);
-            }
+            self.look_why(id);
         }
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.moving.remove(&work.op);
@@ -285,6 +300,14 @@ impl Rail {
         self.let_conn_go(id);
     }
 
+    /// Something of a connection has failed: finds out whether its peer is gone, or UCX has said what is wrong.
+    pub(super) fn look_why(&mut self, id: u64) {
+        if self.conns.get(&id).is_some_and(|conn| conn.watch.is_gone()) {
+            self.lose(id, &LostCause::Gone, Way::Broken);
+        }
+        self.look_for_faults();
+    }
+
     fn say_end(&mut self, id: u64, op: u64, notify: Option<&[u8]>) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let Stage::Up { guest } = conn.stage else { return };
@@ -293,7 +316,7 @@ impl Rail {
         }
         conn.ends += 1;
         if let Err(cause) = conn.send(wire::ASK, guest, Message::End { op, notify }.encode()) {
-            self.lose(id, &cause, Way::Broken);
+            self.lane_broke(id, cause);
         }
     }
 
@@ -378,7 +401,7 @@ impl Rail {
         let Some(mut conn) = self.conns.remove(&id) else { return };
         self.unwatch(&conn.watch);
         if !lost && !calling {
-            let leave = Leave { caller: Caller { endpoint: self.shared.id, conn: id }, ends: conn.ends };
+            let leave = Leave { caller: self.as_caller(id), ends: conn.ends };
             // If it can't be told, the lane is broken, and the guest is lost.
             conn.send(wire::LEAVE, 0, leave.encode()).unwrap_or(());
         }
@@ -392,10 +415,26 @@ impl Rail {
         let fault = |conn: &Conn| conn.endpoint.as_ref().and_then(Endpoint::failed);
         let faulted: Vec<_> = self.conns.iter().filter_map(|(id, conn)| Some((*id, fault(conn)?))).collect();
         for (id, status) in faulted {
-            let gone = self.conns.get(&id).is_some_and(|conn| conn.watch.is_gone());
-            let cause = if gone { LostCause::Gone } else { LostCause::Lane(status.to_string()) };
-            self.lose(id, &cause, Way::Broken);
+            self.lane_broke(id, LostCause::Lane(status.to_string()));
         }
+    }
+
+    /// Nothing goes over a connection any more. If its peer's process is one that is watched, its end may be about to be told: a
+    /// process that dies loses its memory and its sockets some time before it has ended.
+    fn lane_broke(&mut self, id: u64, cause: LostCause) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        if conn.lost.is_some() || conn.watch.is_gone() {
+            return self.lose(id, &LostCause::Gone, Way::Broken);
+        }
+        if !matches!(conn.watch, Watch::Alive { .. }) {
+            return self.lose(id, &cause, Way::Broken);
+        }
+        if conn.suspect.is_none() {
+            conn.suspect = Some((cause, Instant::now()));
+            self.clock.restless = true;
+        }
+        let endpoint = conn.endpoint.take();
+        endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
     }
 
     pub(super) fn conn_process_ended(&mut self, id: u64) {
@@ -408,9 +447,17 @@ impl Rail {
     /// Looks after connections that come up or go; whether there are any.
     pub(super) fn tend_conns(&mut self) -> bool {
         let within = self.shared.config.connect_within;
-        let (mut silent, mut going) = (Vec::new(), Vec::new());
+        let (mut silent, mut going, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         let mut restless = false;
         for (id, conn) in &self.conns {
+            if let (Some((cause, since)), None) = (&conn.suspect, &conn.lost) {
+                restless = true;
+                let patience = if conn.watch.is_dying() { DYING } else { SUSPECT };
+                if since.elapsed() > patience {
+                    broken.push((*id, cause.clone()));
+                }
+                continue;
+            }
             let lost_open = conn.lost.is_some() && conn.endpoint.is_some();
             if conn.closing.is_some() || lost_open {
                 going.push(*id);
@@ -426,6 +473,7 @@ impl Rail {
             let reason = format!("the peer has not answered in {within:?}");
             self.lose(id, &LostCause::Lane(reason), Way::Broken);
         }
+        broken.into_iter().for_each(|(id, cause)| self.lose(id, &cause, Way::Broken));
         going.into_iter().for_each(|id| self.let_conn_go(id));
         restless
     }

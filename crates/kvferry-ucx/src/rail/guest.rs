@@ -86,7 +86,7 @@ impl Rail {
         let id = self.clock.next_guest;
         self.clock.next_guest += 1;
         let watch = hello.process.watch(&self.shared.process);
-        if let Watch::Alive(fd) = &watch {
+        if let Watch::Alive { fd, .. } = &watch {
             // Unwatched, its death is noticed by UCX later.
             let _: rustix::io::Result<()> =
                 epoll::add(&self.epoll, fd, epoll::EventData::new_u64(GUEST | id), epoll::EventFlags::IN);
@@ -168,7 +168,7 @@ impl Rail {
     }
 
     pub(super) fn unwatch(&self, watch: &Watch) {
-        if let Watch::Alive(fd) = watch {
+        if let Watch::Alive { fd, .. } = watch {
             // It goes with the descriptor anyway.
             let _: rustix::io::Result<()> = epoll::delete(&self.epoll, fd);
         }

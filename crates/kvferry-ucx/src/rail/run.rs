@@ -115,7 +115,9 @@ impl Rail {
         for _ in 0..self.runs.len() {
             let Some(mut run) = self.runs.pop_front() else { break };
             busy |= self.drive(&mut run);
-            if run.stage != Stage::Posting && run.tally.outstanding() == 0 {
+            // Of what was cut by a broken lane, the end depends on why it broke.
+            let known = self.conns.get(&run.work.conn).is_none_or(|conn| !conn.is_suspect());
+            if run.stage != Stage::Posting && run.tally.outstanding() == 0 && known {
                 busy = true;
                 self.end_run(run);
             } else {
@@ -148,7 +150,7 @@ impl Rail {
 
     fn post(&mut self, run: &mut Run) -> Result<(), String> {
         if self.conns.get(&run.work.conn).is_none_or(|conn| conn.ready().is_none()) {
-            // The lane isn't up at this rail.
+            // Its lane is broken, and it isn't known yet why.
             return Ok(());
         }
         let most = u32::try_from(self.shared.config.outstanding).unwrap_or(u32::MAX);
@@ -195,6 +197,9 @@ impl Rail {
     /// A share has nothing under way any more.
     fn end_run(&mut self, run: Run) {
         let work = run.work;
+        if run.tally.failed().is_some() {
+            self.look_why(work.conn);
+        }
         let conn = self.conns.get_mut(&work.conn);
         // A write that failed, or could not be flushed: the peer's memory may be written later, unless there is no peer.
         let gone = conn.as_ref().is_none_or(|conn| conn.lost() == Some(&LostCause::Gone) && conn.endpoint().is_none());
