@@ -16,6 +16,7 @@
 //! | [`fault`], [`throttle`], [`observe`] | wrappers that are transports |
 //! | [`negotiate`] | several backends of one rank as one transport, that takes for each peer one that both have |
 //! | [`preflight`] | what a lane must be, and measuring what it is |
+//! | [`topology`] | which network device is near which accelerator, and which rank gets which |
 //! | [`conformance`] | one suite for all backends and wrappers |
 //!
 //! Invariants: nothing outside a registered region is ever touched; every operation ends exactly once; a registration
@@ -41,6 +42,7 @@ mod rng;
 pub mod strips;
 pub mod table;
 pub mod throttle;
+pub mod topology;
 mod transport;
 pub mod types;
 
