@@ -47,6 +47,9 @@ pub struct Waiting {
     pub serving: Duration,
     /// The longest pause otherwise: how long a peer's first question to an idle endpoint may wait. Default: 2 ms.
     pub idle: Duration,
+    /// The longest pause otherwise where every peer is on this host: these ring when they send, so nothing waits for the pause's end.
+    /// Default: 20 ms.
+    pub resting: Duration,
     /// Runs NIXL's own progress thread, with this delay between its rounds; zero makes it burn a whole core. Default: `None`, no such
     /// thread. Our own thread makes progress.
     pub library_thread: Option<Duration>,
@@ -71,6 +74,7 @@ impl Default for Waiting {
             busy: Duration::from_micros(50),
             serving: Duration::from_micros(200),
             idle: Duration::from_millis(2),
+            resting: Duration::from_millis(20),
             library_thread: None,
         }
     }
@@ -139,7 +143,8 @@ impl NixlConfig {
         if c.request_bytes == 0 || c.request_descriptors == 0 || c.outstanding == 0 || c.outstanding > 4096 {
             return setting("cutting", c, "1 byte or more, 1 descriptor or more, 1 to 4096 requests");
         }
-        if self.waiting.busy.is_zero() || self.waiting.serving.is_zero() || self.waiting.idle.is_zero() {
+        let w = &self.waiting;
+        if [w.busy, w.serving, w.idle, w.resting].iter().any(Duration::is_zero) {
             return setting("waiting", &self.waiting, "pauses longer than zero");
         }
         if self.silence < Duration::from_millis(100) {

@@ -1,5 +1,6 @@
 //! The NIXL backend of kvferry.
 
+mod bell;
 mod config;
 mod error;
 mod feed;

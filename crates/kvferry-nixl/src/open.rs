@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 
 use kvferry_transport::EndpointId;
 
+use crate::bell::Bell;
 use crate::config::NixlConfig;
 use crate::error::NixlError;
 use crate::feed::Lists;
@@ -13,6 +14,7 @@ use crate::lane::agent_name;
 use crate::process::Process;
 use crate::shared::Shared;
 use crate::sys::{Agent, AgentConfig, Fail, Library, List, Notifications, c_text};
+use crate::truth::Ucx;
 use crate::worker::{Net, Worker};
 
 /// Starts the thread and waits until its agent is there.
@@ -52,9 +54,10 @@ fn worker(
     let _ = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1));
     let made = agent(library, &config, id).and_then(|(agent, metadata)| {
         let failed = nixl("making lists");
+        let ucx = if config.is_ucx() { Ucx::find(id) } else { None };
         let notifications = Notifications::new().map_err(&failed)?;
         let lists = Lists { local: List::new().map_err(&failed)?, remote: List::new().map_err(&failed)? };
-        Ok((Net::new(agent, notifications, process, metadata), lists))
+        Ok((Net::new(agent, notifications, process, metadata, ucx, Bell::new(id)), lists))
     });
     let worker = match made {
         Ok((net, lists)) => {

@@ -56,9 +56,12 @@ pub struct NixlTransport {
 struct Peer {
     info: PeerInfo,
     lost: Option<LostCause>,
+    /// Operations that have not ended.
+    open: usize,
 }
 
 struct Open {
+    peer: PeerId,
     ours: Vec<RegionId>,
 }
 
@@ -176,22 +179,35 @@ impl NixlTransport {
                 }
                 Told::Event(Event::PeerLost { peer, cause }) => {
                     if let Some(known) = self.peers.get_mut(&peer) {
-                        known.lost = Some(cause.clone());
-                        self.events.push_back(Event::PeerLost { peer, cause });
+                        known.lost = Some(cause);
+                        self.tell_loss(peer);
                     }
                 }
-                Told::Event(event) => {
-                    if let Event::Completed { op, .. } = &event {
-                        self.close(*op);
-                    }
-                    self.events.push_back(event);
+                Told::Event(Event::Completed { op, peer, outcome }) => {
+                    self.close(op);
+                    self.events.push_back(Event::Completed { op, peer, outcome });
+                    self.tell_loss(peer);
                 }
+                Told::Event(event) => self.events.push_back(event),
             }
+        }
+    }
+
+    /// Tells of a loss once no operation is left. The thread may have lost the peer before it heard of the last ones.
+    fn tell_loss(&mut self, peer: PeerId) {
+        if let Some(known) = self.peers.get(&peer)
+            && known.open == 0
+            && let Some(cause) = known.lost.clone()
+        {
+            self.events.push_back(Event::PeerLost { peer, cause });
         }
     }
 
     fn close(&mut self, op: OpId) {
         let Some(open) = self.ops.remove(&op) else { return };
+        if let Some(peer) = self.peers.get_mut(&open.peer) {
+            peer.open -= 1;
+        }
         for region in open.ours {
             if let Some(count) = self.busy.get_mut(&region) {
                 *count -= 1;
@@ -296,7 +312,7 @@ impl Transport for NixlTransport {
         self.next.0 += 1;
         let places = blob.regions.iter().map(|(id, _)| *id).zip(part.places).collect();
         let info = PeerInfo { endpoint, regions: blob.regions, lane: truth::intended(&self.config) };
-        self.peers.insert(peer, Peer { info, lost: None });
+        self.peers.insert(peer, Peer { info, lost: None, open: 0 });
         let new = NewPeer { peer, endpoint, generation: blob.generation, watch, metadata: part.metadata, places };
         self.shared.command(Command::Connect(new));
         Ok(peer)
@@ -341,7 +357,10 @@ impl Transport for NixlTransport {
         for region in &ours {
             *self.busy.entry(*region).or_default() += 1;
         }
-        self.ops.insert(op, Open { ours });
+        self.ops.insert(op, Open { peer: peer_id, ours });
+        if let Some(peer) = self.peers.get_mut(&peer_id) {
+            peer.open += 1;
+        }
         let Submission { peer, kind, batch, notify } = submission;
         self.shared.command(Command::Submit(NewOp { op, peer, kind, batch, notify, ours: held, theirs: peers }));
         Ok(op)

@@ -4,21 +4,23 @@
 //! when something has arrived or ended, so somebody must look, and go on looking after `submit` returned. One thread that looks,
 //! without NIXL's own progress thread and without locks inside UCX, is the cheapest of the ways to do that.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use kvferry_transport::{EndpointId, LostCause, OpId, PeerId, Region, TransferError};
+use kvferry_transport::{EndpointId, Lane, LostCause, OpId, PeerId, Region, TransferError};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use crate::bell::Bell;
 use crate::config::NixlConfig;
 use crate::feed::Lists;
 use crate::frame::Frame;
 use crate::process::{Process, Watch};
 use crate::shared::{Command, Shared};
 use crate::sys::{Agent, Fail, Notifications};
+use crate::truth::{self, Ucx};
 use flights::{Flight, Ghost};
 use guests::Guest;
 use ops::Op;
@@ -33,6 +35,8 @@ mod peers;
 const FIRST_NAP: Duration = Duration::from_micros(10);
 /// How often peers are looked after.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long an endpoint that was busy still looks often, so that nobody needs to ring.
+const AWAKE: Duration = Duration::from_micros(100);
 /// How long an operation that was told to stop may take; then it ends in doubt.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
 /// How long what was sent last may take to go out before the agent ends.
@@ -71,6 +75,9 @@ pub(crate) struct Net {
     pub(crate) process: Process,
     /// What peers need to answer us.
     pub(crate) metadata: Vec<u8>,
+    /// What tells which lanes are used.
+    pub(crate) ucx: Option<Ucx>,
+    pub(crate) bell: Option<Bell>,
     remotes: HashMap<EndpointId, Remote>,
     /// Those that something could not be sent to.
     failing: Vec<EndpointId>,
@@ -81,19 +88,44 @@ struct Remote {
     name: std::ffi::CString,
     /// Connections and requests that need it.
     users: usize,
+    /// UCX's handle for it, where it was found.
+    ucx: Option<usize>,
+    /// It is on this host, and our doorbell reaches it as far as is known.
+    rings: bool,
+    /// When we last heard of it, or rang.
+    touched: Option<Instant>,
 }
 
 impl Net {
-    pub(crate) fn new(agent: Agent, notifications: Notifications, process: Process, metadata: Vec<u8>) -> Self {
-        Self { agent, notifications, process, metadata, remotes: HashMap::new(), failing: Vec::new() }
+    pub(crate) fn new(
+        agent: Agent,
+        notifications: Notifications,
+        process: Process,
+        metadata: Vec<u8>,
+        ucx: Option<Ucx>,
+        bell: Option<Bell>,
+    ) -> Self {
+        Self { agent, notifications, process, metadata, ucx, bell, remotes: HashMap::new(), failing: Vec::new() }
     }
 
     /// Makes an agent known to NIXL, or more of its memory, for one more user.
-    fn load(&mut self, endpoint: EndpointId, metadata: &[u8]) -> Result<(), Fail> {
+    fn load(&mut self, endpoint: EndpointId, watch: &Watch, metadata: &[u8]) -> Result<(), Fail> {
+        let endpoints = |ucx: &Option<Ucx>| ucx.as_ref().map_or(BTreeSet::new(), Ucx::endpoints);
+        let before = if self.remotes.contains_key(&endpoint) { BTreeSet::new() } else { endpoints(&self.ucx) };
         self.agent.load(metadata)?;
-        let name = || crate::lane::agent_name(endpoint);
-        self.remotes.entry(endpoint).or_insert_with(|| Remote { name: name(), users: 0 }).users += 1;
+        if let Some(remote) = self.remotes.get_mut(&endpoint) {
+            remote.users += 1;
+        } else {
+            let ucx = endpoints(&self.ucx).difference(&before).next().copied();
+            let (name, rings) = (crate::lane::agent_name(endpoint), !matches!(watch, Watch::Elsewhere));
+            self.remotes.insert(endpoint, Remote { name, users: 1, ucx, rings, touched: None });
+        }
         Ok(())
+    }
+
+    /// The lane to a remote that has answered.
+    fn lane(&self, config: &NixlConfig, endpoint: EndpointId) -> Lane {
+        truth::lane(config, self.ucx.as_ref(), self.remotes.get(&endpoint).and_then(|remote| remote.ucx))
     }
 
     /// One user more of a remote that has some.
@@ -116,12 +148,34 @@ impl Net {
 
     /// Sends; who can't be reached is noted, and looked after soon.
     fn send(&mut self, to: EndpointId, frame: &Frame<'_>) -> bool {
-        let remote = self.remotes.get(&to);
-        let sent = remote.is_some_and(|remote| self.agent.notify(&remote.name, &frame.encode()).is_ok());
+        let remote = self.remotes.get_mut(&to);
+        let sent = remote.is_some_and(|remote| {
+            let sent = self.agent.notify(&remote.name, &frame.encode()).is_ok();
+            // Whoever was heard of just now looks again soon.
+            if let Some(bell) = self.bell.as_ref().filter(|_| sent && remote.rings)
+                && remote.touched.is_none_or(|at| at.elapsed() > AWAKE)
+            {
+                remote.rings = bell.ring(to);
+                remote.touched = Some(Instant::now());
+            }
+            sent
+        });
         if !sent && !self.failing.contains(&to) {
             self.failing.push(to);
         }
         sent
+    }
+
+    /// Something came from an endpoint.
+    fn touch(&mut self, from: EndpointId, now: Instant) {
+        if let Some(remote) = self.remotes.get_mut(&from) {
+            remote.touched = Some(now);
+        }
+    }
+
+    /// Whether all that may send to us ring.
+    fn all_ring(&self) -> bool {
+        self.bell.is_some() && !self.remotes.is_empty() && self.remotes.values().all(|r| r.rings)
     }
 }
 
@@ -168,8 +222,11 @@ impl Worker {
                 std::thread::yield_now();
             } else {
                 nap = nap.min(self.longest_nap());
-                self.sleep(nap);
                 nap *= 2;
+                if self.sleep(nap / 2) {
+                    nap = FIRST_NAP;
+                    awake_until = Instant::now() + self.config.waiting.spin;
+                }
             }
         }
         let end = Instant::now() + FAREWELL;
@@ -290,20 +347,29 @@ impl Worker {
             waiting.busy
         } else if self.stopping.is_some() || self.guests.values().any(|g| g.open > 0) {
             waiting.serving
+        } else if self.net.all_ring() {
+            waiting.resting
         } else {
             waiting.idle
         }
     }
 
-    fn sleep(&mut self, nap: Duration) {
+    /// Sleeps; whether somebody rang.
+    fn sleep(&mut self, nap: Duration) -> bool {
         let watches = self.peers.values().map(|p| &p.watch).chain(self.guests.values().map(|g| &g.watch));
         let mut fds: Vec<PollFd<'_>> = watches.filter_map(watch_fd).collect();
         let watched = fds.len();
+        fds.extend(self.net.bell.iter().map(|bell| PollFd::from_borrowed_fd(bell.fd(), PollFlags::IN)));
         self.shared.sleep(&mut fds, nap);
+        let rung = self.net.bell.is_some() && fds.get(watched).is_some_and(|fd| !fd.revents().is_empty());
         if fds.iter().take(watched).any(|fd| !fd.revents().is_empty()) {
             // `look_after` finds out who it is.
             self.looked = Instant::now() - LOOK;
         }
+        if let Some(bell) = self.net.bell.as_ref().filter(|_| rung) {
+            bell.hush();
+        }
+        rung
     }
 
     /// Endpoints in processes that have ended, or that have ended themselves in this one.

@@ -39,7 +39,7 @@ impl Worker {
             let Ok(watch) = process.watch(&self.net.process) else { return };
             // Who is not known can't be answered: it will give up by itself.
             let known = agent_of(metadata) == Some(agent_name(from).as_bytes());
-            if !known || self.guests.len() >= self.config.max_guests || self.net.load(from, metadata).is_err() {
+            if !known || self.guests.len() >= self.config.max_guests || self.net.load(from, &watch, metadata).is_err() {
                 self.shared.telemetry().foreign += 1;
                 return;
             }

@@ -63,6 +63,7 @@ impl Peer {
 impl Worker {
     pub(super) fn connect(&mut self, new: NewPeer) {
         let NewPeer { peer: id, endpoint, generation, watch, metadata, places } = new;
+        let loaded = self.net.load(endpoint, &watch, &metadata);
         let now = Instant::now();
         let peer = Peer {
             endpoint,
@@ -74,7 +75,7 @@ impl Worker {
             dead: false,
             closing: false,
             loss_told: false,
-            loaded: false,
+            loaded: loaded.is_ok(),
             open: 0,
             begun: 0,
             waiting: VecDeque::new(),
@@ -82,12 +83,9 @@ impl Worker {
             pinged: now,
         };
         self.peers.insert(id, peer);
-        if let Err(fail) = self.net.load(endpoint, &metadata) {
+        if let Err(fail) = loaded {
             self.lose(id, &LostCause::Lane(format!("NIXL could not take the peer's metadata: {fail}")));
             return;
-        }
-        if let Some(peer) = self.peers.get_mut(&id) {
-            peer.loaded = true;
         }
         let metadata = std::mem::take(&mut self.net.metadata);
         let hello = Frame::Hello { connection: id.get(), process: self.net.process, metadata: &metadata };
@@ -181,6 +179,7 @@ impl Worker {
         if let Some(guest) = self.guests.get_mut(&from) {
             guest.heard = now;
         }
+        self.net.touch(from, now);
         match Frame::decode(&bytes) {
             Err(Bad::Foreign) => self.shared.telemetry().foreign += 1,
             Err(Bad::Broken(what)) => {
@@ -209,7 +208,7 @@ impl Worker {
             return;
         }
         peer.up = true;
-        let lane = crate::truth::lane(&self.config, &self.net.process, &peer.watch);
+        let lane = self.net.lane(&self.config, from);
         self.shared.tell(Told::Up(id, lane));
         self.ask(id);
     }

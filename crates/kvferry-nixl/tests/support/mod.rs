@@ -40,8 +40,13 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 /// A batch that copies one region to another of the same length, block by block with the block order reversed.
 pub(crate) fn reversed(len: usize, block: usize) -> Arc<BoundedBatch> {
+    reversed_into(len, block, 0)
+}
+
+/// As `reversed`, into another region.
+pub(crate) fn reversed_into(len: usize, block: usize, dst: u32) -> Arc<BoundedBatch> {
     let blocks = u32::try_from(len / block).unwrap();
-    let base = Base { src_region: RegionId::new(0), dst_region: RegionId::new(0), src_offset: 0, dst_offset: 0 };
+    let base = Base { src_region: RegionId::new(0), dst_region: RegionId::new(dst), src_offset: 0, dst_offset: 0 };
     let part = Part {
         src_add: 0,
         dst_add: 0,
@@ -52,8 +57,8 @@ pub(crate) fn reversed(len: usize, block: usize) -> Arc<BoundedBatch> {
         nest: Nest::run(block as u64),
         pairs: (0..blocks).map(|i| PairRun { src: i, dst: blocks - 1 - i, count: 1 }).collect::<Vec<_>>().into(),
     };
-    let lens = [Bytes::new(len as u64)];
-    Arc::new(Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]).check(&lens, &lens).unwrap())
+    let (src, dst) = (vec![Bytes::new(len as u64)], vec![Bytes::new(len as u64); dst as usize + 1]);
+    Arc::new(Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]).check(&src, &dst).unwrap())
 }
 
 /// What `reversed` makes of bytes.
