@@ -1,6 +1,7 @@
 //! INT cases: integers and sizes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvferry_geometry::batch::Descriptor;
@@ -66,22 +67,35 @@ fn int_05_a_plan_is_rows_not_blocks() {
     let batch = pair.batch(0, 0, &bound);
     assert_eq!(batch.descriptors(), 6_400_000);
     assert_eq!(batch.rows(), u64::from(REGIONS) + 1, "one base a region, one run of block pairs");
-    // Every 6 400th descriptor against the naive list.
+    // A thousand random descriptors against the naive list.
     let naive = |index: u64| {
         let (region, block) = (index / u64::from(BLOCKS), index % u64::from(BLOCKS));
         let region = RegionId::new(u32::try_from(region).expect("few"));
         let (src_offset, dst_offset) = (block * 64, block * 128);
         Descriptor { src_region: region, dst_region: region, src_offset, dst_offset, len: 64 }
     };
-    let mut buffer = vec![Descriptor::default(); 6_400];
-    let mut cursor = batch.cursor();
-    for round in 0..1000u64 {
-        assert_eq!(cursor.fill(&mut buffer), 6_400);
-        let at = round * 6_400 + round;
-        let pick = usize::try_from(round).expect("few");
-        assert_eq!(buffer[pick], naive(at), "descriptor {at}");
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut picks = BTreeSet::from([0, batch.descriptors() - 1]);
+    while picks.len() < 1000 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        picks.insert(state % batch.descriptors());
     }
-    assert_eq!(cursor.fill(&mut buffer), 0);
+    let mut buffer = vec![Descriptor::default(); 6_400];
+    let (mut cursor, mut start) = (batch.cursor(), 0u64);
+    loop {
+        let filled = cursor.fill(&mut buffer) as u64;
+        for &index in picks.range(start..start + filled) {
+            let pick = usize::try_from(index - start).expect("few");
+            assert_eq!(buffer[pick], naive(index), "descriptor {index}");
+        }
+        start += filled;
+        if filled == 0 {
+            break;
+        }
+    }
+    assert_eq!(start, batch.descriptors());
 }
 
 #[test]
