@@ -4,11 +4,11 @@
 mod support;
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvferry_nixl::{NixlConfig, NixlError, NixlTransport};
 use kvferry_transport::blob::Blob;
-use kvferry_transport::{Event, LaneKind, OpKind, Region, Submission, Transport};
+use kvferry_transport::{LaneKind, OpKind, Region, Submission, Transport};
 use support::{connected, end_of, endpoint, has_nixl, pattern, reverse_blocks, reversed};
 
 const WITHOUT: &str = "KVFERRY_NIXL_TEST_WITHOUT";
@@ -195,41 +195,4 @@ fn a_ring_of_eight_threads() {
             });
         }
     });
-}
-
-/// While nothing happens the endpoint uses next to no processor, and yet answers at once.
-#[test]
-fn idle_endpoints_sleep() {
-    if !has_nixl() {
-        return;
-    }
-    let (mut d, mut p) = pair(|_| {});
-    for t in [&mut d, &mut p] {
-        t.register(Region::zeroed(4096).unwrap()).unwrap();
-    }
-    let peer = d.connect(&p.blob()).unwrap();
-    connected(&mut [&mut d, &mut p], peer);
-    let threads = || -> Duration {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|t| t.unwrap().path());
-        let ours = tasks.filter(|t| std::fs::read_to_string(t.join("comm")).is_ok_and(|n| n.trim() == "kvferry-nixl"));
-        // The first word is the time on a processor in nanoseconds.
-        ours.map(|t| std::fs::read_to_string(t.join("schedstat")).unwrap_or_default())
-            .map(|text| Duration::from_nanos(text.split(' ').next().and_then(|w| w.parse().ok()).unwrap_or(0)))
-            .sum()
-    };
-    // Other tests of this process have threads of the same name: this one runs long enough to see a quiet time.
-    let mut least = f64::INFINITY;
-    for _ in 0..20 {
-        let (before, start) = (threads(), Instant::now());
-        std::thread::sleep(Duration::from_millis(300));
-        least = least.min(threads().saturating_sub(before).as_secs_f64() / start.elapsed().as_secs_f64());
-        if least < 0.02 {
-            break;
-        }
-    }
-    println!("two idle endpoints use {:.2} % of a processor", least * 100.0);
-    assert!(least < 0.1, "{least}");
-    let op = d.submit(Submission { peer, kind: OpKind::Read, batch: reversed(4096, 4096), notify: None }).unwrap();
-    assert!(end_of(&mut [&mut d, &mut p], op).done().is_some());
-    assert!(!matches!(p.next_event(), Some(Event::PeerLost { .. })));
 }

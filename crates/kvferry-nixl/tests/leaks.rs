@@ -28,10 +28,45 @@ fn rounds_leave_nothing_behind() {
     if !has_nixl() {
         return;
     }
+    idle_endpoints_sleep();
     registrations_come_and_go();
     endpoints_come_and_go();
     connections_and_operations_come_and_go();
     hundred_thousand_small_ones();
+}
+
+/// While nothing happens, two connected endpoints use next to no processor, and yet answer at once.
+fn idle_endpoints_sleep() {
+    let (mut d, mut p) = (endpoint(), endpoint());
+    for t in [&mut d, &mut p] {
+        t.register(Region::zeroed(4096).unwrap()).unwrap();
+    }
+    let peer = d.connect(&p.blob()).unwrap();
+    connected(&mut [&mut d, &mut p], peer);
+    let on_processor = || -> f64 {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|t| t.unwrap().path().join("schedstat"));
+        // The first word is the time on a processor in nanoseconds.
+        tasks.map(|t| std::fs::read_to_string(t).unwrap().split(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+    };
+    let (before, start) = (on_processor(), Instant::now());
+    std::thread::sleep(Duration::from_secs(1));
+    let share = (on_processor() - before) / 1e9 / start.elapsed().as_secs_f64();
+    println!("two idle endpoints use {:.2} % of a processor", share * 100.0);
+    assert!(share < 0.1, "{share}");
+    // Over a pause, the first small operation does not wait for the end of one.
+    let mut times: Vec<Duration> = (0..20)
+        .map(|_| {
+            std::thread::sleep(Duration::from_millis(30));
+            let batch = reversed(4096, 4096);
+            let start = Instant::now();
+            let op = d.submit(Submission { peer, kind: OpKind::Read, batch, notify: None }).unwrap();
+            assert!(end_of(&mut [&mut d, &mut p], op).done().is_some());
+            start.elapsed()
+        })
+        .collect();
+    times.sort();
+    println!("an operation after a pause takes {:?}, at least {:?}", times[10], times[0]);
+    assert!(times[0] < Duration::from_millis(10), "{times:?}");
 }
 
 /// REG-01, REG-05: registering the same memory for many rounds costs no more in the last round than in the first.

@@ -265,8 +265,7 @@ fn a_question_without_an_answer_ends_with_the_peer() {
     peer.signal(rustix::process::Signal::KILL);
     let lost = Outcome::Failed(TransferError::PeerLost(LostCause::Gone));
     assert_eq!(end_of(&mut [&mut d], op), lost);
-    let got = drive(&mut [&mut d], |e| matches!(e, Event::PeerLost { .. }).then_some(()));
-    assert_eq!(got, ());
+    drive(&mut [&mut d], |e| matches!(e, Event::PeerLost { .. }).then_some(()));
     d.disconnect(id).unwrap();
     // Who is dead is not even asked.
     let (old, mut peer) = (peer.blob.clone(), peer);
