@@ -25,7 +25,8 @@ use kvferry_proto::manifest::{EngineManifest, RankJoin};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::{DigestOrder, FromRank, Pairing, PullId, PullOrder, RankFault, Stage, ToRank};
 use kvferry_transport::{
-    ConnectError, Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, Transport,
+    ConnectError, Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, TransferError,
+    Transport,
 };
 
 use crate::bind::bind_read;
@@ -233,14 +234,8 @@ impl RankSession {
     fn on_event(&mut self, event: Event) {
         match event {
             Event::Completed { op, peer, outcome } => self.on_completed(op, peer, &outcome),
-            Event::PeerLost { peer, cause } => {
-                // Its operations have ended before this. A later order connects anew.
-                for known in self.peers.values_mut() {
-                    known.lanes.retain(|_, lane| *lane != peer);
-                }
-                self.on_lost(peer, &cause);
-                self.end.disconnect(peer);
-            }
+            // Its operations have ended before this.
+            Event::PeerLost { peer, cause } => self.leave_lane(peer, format!("the peer is lost: {cause}")),
             Event::Connected { peer } => self.on_connected(peer),
             Event::Notification { .. } => {}
         }
@@ -252,6 +247,10 @@ impl RankSession {
             let lane = self.end.transport.peer(peer).map_or_else(|_| String::new(), |info| lanes::text(&info.lane));
             let next = pull.on_completed(src, outcome, lane, self.now);
             self.go_on(id, next);
+        }
+        if let Outcome::Failed(error @ TransferError::Stale { .. }) = outcome {
+            // So is all that goes over this lane, for it goes by the blob that it was made by.
+            self.leave_lane(peer, error.to_string());
         }
         self.end.room = true;
     }

@@ -12,7 +12,7 @@ use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::names::EngineId;
 use kvferry_proto::rank::{PullId, RankFault, Stage};
 use kvferry_transport::preflight::{Policy, Probe, ProbeOptions};
-use kvferry_transport::{EndpointId, Event, Lane, LostCause, OpId, PeerId, PeerInfo, Region};
+use kvferry_transport::{EndpointId, Event, Lane, OpId, PeerId, PeerInfo, Region};
 
 use super::RankSession;
 use super::pull::SourceState;
@@ -208,11 +208,16 @@ impl RankSession {
         }
     }
 
-    pub(super) fn on_lost(&mut self, peer: PeerId, cause: &LostCause) {
+    /// A lane is of no use any more. A later order makes it anew, by the blob that its engine has then.
+    pub(super) fn leave_lane(&mut self, peer: PeerId, why: String) {
+        for known in self.peers.values_mut() {
+            known.lanes.retain(|_, lane| *lane != peer);
+        }
         self.lanes.end_probe(peer);
-        self.lanes.set(peer, LaneStanding::Lost(cause.to_string()));
-        // Those in flight have ended; those that weren't posted would never be.
-        self.fail_unposted(peer, &format!("the peer is lost: {cause}"));
+        // Those in flight end by themselves; those that weren't posted never would.
+        self.fail_unposted(peer, &why);
+        self.lanes.set(peer, LaneStanding::Lost(why));
+        self.end.disconnect(peer);
     }
 
     fn admit_lane(&mut self, peer: PeerId) {

@@ -29,6 +29,7 @@ struct World {
     ended: Vec<Result<RankReport, RankFault>>,
     /// Whether the decode rank hears nothing of lanes.
     held: Arc<AtomicBool>,
+    network: MemNetwork,
 }
 
 fn session(id: &str, rank: u32, tp: u32, mut transport: Box<dyn Transport>) -> (RankSession, RankContact) {
@@ -91,7 +92,7 @@ impl World {
             peer_map: map,
         };
         let consumer = Pairing { peer: de.digest(), ..pairing };
-        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new(), held }
+        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new(), held, network }
     }
 
     fn request() -> Request {

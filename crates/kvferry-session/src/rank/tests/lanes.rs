@@ -150,6 +150,136 @@ fn a_lane_that_is_lost_ends_those_who_wait_for_it() {
     assert_eq!(w.d.peers.values().map(|k| k.lanes.len()).sum::<usize>(), 1);
 }
 
+/// A lane that fails an operation is used again; the request that it failed says what the backend said.
+#[test]
+fn a_lane_that_fails_once_fails_one_request() {
+    let lane = TransferError::Lane { reason: "retry count exceeded (12) on mlx5_0".into() };
+    for (fault, in_doubt) in [(OpFault::Fail(lane.clone()), false), (OpFault::InDoubt(lane), true)] {
+        let mut w = World::new(on(1, fault));
+        pull(&mut w, 1);
+        w.run(SECOND);
+        assert_eq!((w.fault().stage, w.fault().in_doubt), (Stage::Read, in_doubt));
+        assert!(w.fault().text.contains("source rank 1: the lane failed: retry count exceeded"), "{}", w.fault());
+        w.ended.clear();
+        pull(&mut w, 2);
+        w.run(SECOND);
+        assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+        assert_eq!(w.d.lanes().len(), 2, "no lane was made anew");
+    }
+}
+
+/// Where the producer has registered its memory anew, what was known of it is stale: the request fails with that, and the next one
+/// makes the lane anew by the blob that the engine has then, though the endpoint is the same.
+#[test]
+fn a_producer_that_registers_anew_is_reached_by_its_new_blob() {
+    let mut w = World::new(Script::default());
+    pull(&mut w, 1);
+    w.run(SECOND / 10);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+    w.ended.clear();
+    let mut contacts = Vec::new();
+    for rank in &mut w.p {
+        let regions = rank.cache.regions().to_vec();
+        for id in 0..u32::try_from(regions.len()).unwrap() {
+            rank.end.transport.deregister(RegionId::new(id)).unwrap();
+        }
+        for region in regions {
+            rank.end.transport.register(region).unwrap();
+        }
+        contacts.push(RankContact { epoch: Epoch::new(7), blob: rank.end.transport.blob().into() });
+    }
+    // Two requests at once over the same lanes: both fail, once each.
+    let orders = [2, 3].map(|id| w.order(id, Assurance::Fenced));
+    for order in orders {
+        w.d.handle(ToRank::Pull(order), w.now);
+    }
+    for _ in 0..20 {
+        w.d.step(w.now);
+        for p in &mut w.p {
+            p.step(w.now);
+        }
+        w.now += SECOND / 100;
+    }
+    let ends: Vec<FromRank> = std::iter::from_fn(|| w.d.next_message()).collect();
+    assert_eq!(ends.len(), 2);
+    for end in ends {
+        let FromRank::Pulled { result: Err(fault), .. } = end else { panic!("{end:?}") };
+        assert!(!fault.in_doubt && fault.text.contains("connect anew with a new blob"), "{fault}");
+    }
+    assert!(standings(&w).iter().all(|s| matches!(s, LaneStanding::Lost(_))), "{:?}", standings(&w));
+    // What the owner tells of the engine's new life, with the same endpoints.
+    let cache = (*manifest(2)).clone();
+    let engine = EngineManifest::new(EngineId::new("p").unwrap(), Epoch::new(2), cache, contacts).unwrap();
+    let old = w.pairing.peer;
+    w.pairing.peer = engine.digest();
+    w.d.handle(ToRank::Peer(Arc::new(engine)), w.now);
+    w.d.handle(ToRank::Forget(old), w.now);
+    pull(&mut w, 4);
+    w.run(SECOND / 10);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+    assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
+}
+
+/// A producer that dies in the middle and comes back as another engine: the old reads end, the new ones go to the new endpoints,
+/// and what is left of the old ones is forgotten with it.
+#[test]
+fn a_producer_that_restarts_is_reached_at_its_new_endpoints() {
+    let mut w = World::new(on(0, OpFault::Delay(SECOND)));
+    pull(&mut w, 1);
+    w.run(SECOND / 10);
+    assert!(w.ended.is_empty(), "one read is on its way");
+    let old = w.pairing.peer;
+    w.p.clear();
+    for _ in 0..200 {
+        w.d.step(w.now);
+        w.now += SECOND / 100;
+    }
+    let ends: Vec<FromRank> = std::iter::from_fn(|| w.d.next_message()).collect();
+    let [FromRank::Pulled { result: Err(fault), .. }] = &ends[..] else { panic!("{ends:?}") };
+    assert_eq!((fault.stage, fault.in_doubt), (Stage::Read, false), "{fault}");
+    assert!(matches!(&standings(&w)[0], LaneStanding::Lost(why) if why.contains("gone")), "{:?}", standings(&w));
+    let (mut p, mut contacts) = (Vec::new(), Vec::new());
+    for rank in 0..2 {
+        let (session, contact) = session("p", rank, 2, Box::new(w.network.endpoint().unwrap()));
+        p.push(session);
+        contacts.push(contact);
+    }
+    w.p = p;
+    let cache = (*manifest(2)).clone();
+    let engine = EngineManifest::new(EngineId::new("p").unwrap(), Epoch::new(2), cache, contacts).unwrap();
+    w.pairing.peer = engine.digest();
+    w.d.handle(ToRank::Peer(Arc::new(engine)), w.now);
+    w.d.handle(ToRank::Forget(old), w.now);
+    pull(&mut w, 2);
+    w.run(SECOND / 10);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+    assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up], "of the old life nothing is left");
+}
+
+/// A session that is dropped in the middle leaves its reads to the transport: no byte is written after that.
+#[test]
+fn a_session_that_is_dropped_writes_nothing_more() {
+    for fault in [OpFault::Delay(SECOND), OpFault::HoldCompletion(SECOND), OpFault::LoseCompletion] {
+        let mut script = on(0, fault.clone());
+        script.submit.insert(1, fault);
+        let mut w = World::new(script);
+        pull(&mut w, 1);
+        w.run(SECOND / 10);
+        assert!(w.ended.is_empty());
+        let regions = w.d.cache.regions().to_vec();
+        let World { p, d, .. } = w;
+        drop(d);
+        regions.iter().for_each(|r| r.fill(0, r.len().get(), 0xee).unwrap());
+        let mut p = p;
+        for i in 0..100u32 {
+            for rank in &mut p {
+                rank.step(SECOND * (1 + i));
+            }
+        }
+        assert!(regions.iter().all(|r| r.to_vec().unwrap().iter().all(|b| *b == 0xee)));
+    }
+}
+
 /// A driver that steps only when it is told to (or woken) sees everything end: whatever the session asks of its transport in a step
 /// is followed by another.
 #[test]
