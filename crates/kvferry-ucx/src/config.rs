@@ -94,6 +94,15 @@ impl UcxConfig {
         if self.keepalive < Duration::from_millis(1) {
             return setting("keepalive", format!("{:?}", self.keepalive), "at least 1 ms");
         }
+        // Where one side handles errors and the other doesn't, UCX 1.22 crashes at the first connection.
+        let fixed = |name: &str| name.ends_with("ERROR_HANDLING");
+        if let Some((name, value)) = self.options.iter().find(|(name, _)| fixed(name)) {
+            return setting(
+                "an option",
+                format!("{name}={value}"),
+                "any but for the handling of errors, which is needed",
+            );
+        }
         self.rails.iter().enumerate().try_for_each(|(rail, r)| check_transports(rail, &r.transports))
     }
 }
@@ -147,6 +156,7 @@ mod tests {
         bad(|c| c.outstanding = 4097);
         bad(|c| c.stripe = 0);
         bad(|c| c.keepalive = Duration::ZERO);
+        bad(|c| c.options = vec![("POSIX_ERROR_HANDLING".to_owned(), "n".to_owned())]);
     }
 
     #[test]

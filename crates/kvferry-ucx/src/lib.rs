@@ -1,4 +1,63 @@
-//! The UCX backend of kvferry.
+//! The UCX backend of kvferry: reads and writes over whatever UCX finds between two ranks, from InfiniBand to TCP.
+//!
+//! ```no_run
+//! use kvferry_transport::{Region, Transport};
+//! use kvferry_ucx::{UcxConfig, UcxTransport};
+//!
+//! let mut endpoint = UcxTransport::new(UcxConfig::default())?;
+//! endpoint.register(Region::zeroed(1 << 20).ok_or("no memory")?)?;
+//! let blob = endpoint.blob(); // For peers, over the control plane.
+//! # let peers_blob = blob;
+//! let peer = endpoint.connect(&peers_blob)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # How it works
+//! An endpoint has one or several *rails*. Each is a UCX context with workers of its own, possibly on devices of its own, owned by one
+//! thread; raw handles never leave it. Orders come by a mailbox, what has happened goes back as reports, and a thread that has
+//! nothing to do sleeps on UCX's event descriptors. A large batch is cut into byte ranges, one for each rail; a small one goes over one
+//! rail, in turn. A rail has a bounded number of reads and writes under way.
+//!
+//! Every operation asks first ([`access`](kvferry_transport::access)): the peer's rail answers from its table, without its owner's
+//! help, and keeps the named regions' owners alive until the operation has said that it has ended. That is said, with the
+//! notification, after every `ucp_get_nbx` has completed ("when the data is in the local buffer"), and for writes after a
+//! `ucp_ep_flush_nbx` on every rail that wrote: by then all operations "are completed both at the origin and at the
+//! target" (`ucp.h`). UCX promises no order of active messages, and none is needed.
+//!
+//! # What is promised of memory
+//! [`Revocation::Fences`](kvferry_transport::Revocation::Fences): once `revoke` or `deregister` has returned, no further operation of
+//! a peer is granted; one that was may go on until it ends, and the memory stays registered and alive until then. What
+//! stands behind that depends on the lane, for peers that don't keep to the protocol:
+//!
+//! | lane | a peer with the old keys, after `revoke` | after `deregister`, once nothing is open |
+//! |---|---|---|
+//! | `rc`, `dc`, `ud` (the network card checks keys) | can still touch the region | is refused by the card |
+//! | `cuda_ipc` and its like | can still touch it | can, as long as it keeps its mapping |
+//! | `cma`, `posix`, `sysv` | can touch whatever the kernel lets its user touch, registered or not | the same |
+//! | `tcp`, and messages in general | can have our rail touch the region, as UCX checks nothing | the same, any memory of this process |
+//!
+//! So UCX is for peers that are trusted with each other's memory: blobs must go over a control plane that only they can read.
+//!
+//! # Peers that die
+//! Endpoints of UCX report errors (`UCP_ERR_HANDLING_MODE_PEER`), idle ones are probed ([`UcxConfig::keepalive`]), and processes on
+//! this host are watched by `pidfd`. A broken lane to a process that is dying is told as
+//! [`Gone`](kvferry_transport::LostCause::Gone) once all threads of it have ended, which is when it can touch nothing any more. A
+//! write on a broken lane to a peer of which nothing is known ends in doubt.
+//!
+//! # UCX itself
+//! `UCX_*` variables of the environment apply, behind what [`UcxConfig`] sets. UCX writes its warnings to the standard output unless
+//! `UCX_LOG_FILE` says otherwise. Host memory only; the feature `ib` builds the transports for InfiniBand and RoCE in.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `config`, `error` | what can be set, and why an endpoint could not be opened |
+//! | `transport` | [`UcxTransport`]: registrations, connections and operations as their owner sees them |
+//! | `shared`, `bell`, `work` | between the endpoint and its rails: mailboxes, reports, the registrations, an operation |
+//! | `rail` | the thread: loop, connections, guests, shares of operations |
+//! | `walk` | a share of a batch as contiguous pieces |
+//! | `wire`, `part`, `process` | what rails say to each other, our part of the blob, which process a peer is |
+//! | `lane` | what carries the bytes, by UCX's own word |
+//! | `sys` | owners of UCX's handles |
 
 mod bell;
 mod config;
@@ -9,6 +68,8 @@ mod process;
 mod rail;
 mod shared;
 mod sys;
+#[cfg(test)]
+mod tests;
 mod transport;
 mod walk;
 mod wire;

@@ -22,7 +22,6 @@ use ucx_rs::sys::{
     ucp_ep_params_field_UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE as EP_ERR_MODE,
     ucp_ep_params_field_UCP_EP_PARAM_FIELD_REMOTE_ADDRESS as EP_REMOTE_ADDRESS,
     ucp_mem_map_params_field_UCP_MEM_MAP_PARAM_FIELD_ADDRESS as MAP_ADDRESS,
-    ucp_mem_map_params_field_UCP_MEM_MAP_PARAM_FIELD_FLAGS as MAP_FLAGS,
     ucp_mem_map_params_field_UCP_MEM_MAP_PARAM_FIELD_LENGTH as MAP_LENGTH,
     ucp_mem_map_params_field_UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE as MAP_MEMORY_TYPE,
     ucp_op_attr_t_UCP_OP_ATTR_FIELD_CALLBACK as OP_CALLBACK, ucp_op_attr_t_UCP_OP_ATTR_FIELD_FLAGS as OP_FLAGS,
@@ -37,7 +36,6 @@ const AM_ID: u32 = 0x6b76;
 pub(crate) struct Status(pub(crate) ucp::ucs_status_t);
 
 impl Status {
-    pub(crate) const BUSY: Self = Self(ucp::ucs_status_t_UCS_ERR_BUSY);
     pub(crate) const INVALID: Self = Self(ucp::ucs_status_t_UCS_ERR_INVALID_PARAM);
     pub(crate) const NO_DEVICE: Self = Self(ucp::ucs_status_t_UCS_ERR_NO_DEVICE);
 }
@@ -133,19 +131,10 @@ impl Context {
     /// # Safety
     /// They must stay mapped until the result is dropped.
     pub(crate) unsafe fn map(self: &Rc<Self>, start: *mut u8, len: usize) -> Result<Memory, Status> {
-        self.map_with(start, len, 0)
-    }
-
-    /// Has UCX allocate host memory that lanes of shared memory can map.
-    pub(crate) fn allocate(self: &Rc<Self>, len: usize) -> Result<Memory, Status> {
-        self.map_with(ptr::null_mut(), len, ucp::UCP_MEM_MAP_ALLOCATE)
-    }
-
-    fn map_with(self: &Rc<Self>, start: *mut u8, len: usize, flags: u32) -> Result<Memory, Status> {
         // SAFETY: an all-zero parameter structure is one with no field set.
         let mut params: ucp::ucp_mem_map_params_t = unsafe { std::mem::zeroed() };
-        params.field_mask = u64::from(MAP_ADDRESS | MAP_LENGTH | MAP_FLAGS | MAP_MEMORY_TYPE);
-        (params.address, params.length, params.flags) = (start.cast(), len, flags);
+        params.field_mask = u64::from(MAP_ADDRESS | MAP_LENGTH | MAP_MEMORY_TYPE);
+        (params.address, params.length) = (start.cast(), len);
         params.memory_type = ucp::ucs_memory_type_UCS_MEMORY_TYPE_HOST;
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, the parameters say which of their fields are set.
@@ -179,16 +168,6 @@ impl Memory {
         // SAFETY: packed above, released once.
         unsafe { ucp::ucp_rkey_buffer_release(buffer) };
         Ok(key)
-    }
-
-    /// Where it begins.
-    pub(crate) fn start(&self) -> Result<NonNull<u8>, Status> {
-        // SAFETY: an all-zero attribute structure is one that asks for nothing.
-        let mut attr: ucp::ucp_mem_attr_t = unsafe { std::mem::zeroed() };
-        attr.field_mask = u64::from(ucp::ucp_mem_attr_field_UCP_MEM_ATTR_FIELD_ADDRESS);
-        // SAFETY: the memory is registered; the attribute says what is asked.
-        check(unsafe { ucp::ucp_mem_query(self.raw, &raw mut attr) })?;
-        NonNull::new(attr.address.cast()).ok_or(Status::INVALID)
     }
 }
 
@@ -475,8 +454,11 @@ impl Endpoint {
         };
         match posted(returned) {
             Posted::Later(_) => Ok(()),
-            // SAFETY: the call is over and will not call back, so the letter is ours again.
-            Posted::Done => Ok(drop(unsafe { Box::from_raw(letter) })),
+            Posted::Done => {
+                // SAFETY: the call is over and will not call back, so the letter is ours again.
+                drop(unsafe { Box::from_raw(letter) });
+                Ok(())
+            }
             Posted::Failed(status) => {
                 // SAFETY: as above.
                 drop(unsafe { Box::from_raw(letter) });
@@ -531,20 +513,20 @@ impl Endpoint {
 
     /// The transports of its lanes, each with its device.
     pub(crate) fn transports(&self) -> Vec<(String, String)> {
-        const MOST: usize = 64;
+        const MOST: u32 = 64;
         let empty = ucp::ucp_transport_entry_t { transport_name: ptr::null(), device_name: ptr::null() };
-        let mut entries = [empty; MOST];
+        let mut entries = [empty; MOST as usize];
         // SAFETY: an all-zero attribute structure is one that asks for nothing.
         let mut attr: ucp::ucp_ep_attr_t = unsafe { std::mem::zeroed() };
         attr.field_mask = u64::from(ucp::ucp_ep_attr_field_UCP_EP_ATTR_FIELD_TRANSPORTS);
         attr.transports.entries = entries.as_mut_ptr();
-        (attr.transports.num_entries, attr.transports.entry_size) = (u32::from(MOST as u8), size_of_val(&empty));
+        (attr.transports.num_entries, attr.transports.entry_size) = (MOST, size_of_val(&empty));
         // SAFETY: the endpoint is open; room for `num_entries` entries of the size given is at `entries`.
         if unsafe { ucp::ucp_ep_query(self.raw, &raw mut attr) } != ucp::ucs_status_t_UCS_OK {
             return Vec::new();
         }
-        let filled = usize::try_from(attr.transports.num_entries).unwrap_or(0).min(MOST);
-        entries[..filled].iter().map(|e| (text(e.transport_name), text(e.device_name))).collect()
+        let filled = usize::try_from(attr.transports.num_entries).unwrap_or(0);
+        entries.iter().take(filled).map(|e| (text(e.transport_name), text(e.device_name))).collect()
     }
 
     /// What UCX prints of it: the lanes and what each is for.
@@ -638,16 +620,6 @@ fn text(raw: *const libc::c_char) -> String {
 
 /// A key to a peer's memory.
 pub(crate) struct RemoteKey(ucp::ucp_rkey_h);
-
-impl RemoteKey {
-    /// Where this address of the peer is mapped here, if a lane maps it.
-    pub(crate) fn mapped(&self, remote: u64) -> Option<NonNull<u8>> {
-        let mut local = ptr::null_mut();
-        // SAFETY: the key is alive; the result is written to `local`.
-        check(unsafe { ucp::ucp_rkey_ptr(self.0, remote, &raw mut local) }).ok()?;
-        NonNull::new(local.cast())
-    }
-}
 
 impl Drop for RemoteKey {
     fn drop(&mut self) {

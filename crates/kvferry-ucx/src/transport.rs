@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvferry_geometry::staged::CostModel;
 use kvferry_geometry::units::RegionId;
 use kvferry_transport::access::MAX_REGIONS;
 use kvferry_transport::admit::admit;
@@ -134,6 +135,7 @@ impl UcxTransport {
         capabilities.max_notify = MAX_NOTIFY;
         capabilities.max_in_flight = MAX_IN_FLIGHT;
         capabilities.revocation = Revocation::Fences;
+        capabilities.cost = cost(devices.len());
         let mut endpoint = Self {
             shared: Arc::new(shared),
             threads: Vec::new(),
@@ -164,6 +166,11 @@ impl UcxTransport {
     #[must_use]
     pub fn rails(&self) -> &[RailInfo] {
         &self.rails
+    }
+
+    #[cfg(test)]
+    pub(crate) fn shared_for_tests(&self) -> &Shared {
+        &self.shared
     }
 
     fn start(&mut self, index: usize) -> Result<Receiver<Result<Started, UcxError>>, UcxError> {
@@ -513,6 +520,19 @@ impl Transport for UcxTransport {
 
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         !self.events.is_empty() || self.shared.wake.wait(timeout)
+    }
+}
+
+/// Round numbers of cma on this project's machines: 1.2 us and 3.4 GB/s a thread, and as many threads as there are rails and
+/// processors; a thread of ours wakes up twice more for a second step.
+fn cost(rails: usize) -> CostModel {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = u64::try_from(rails.min(processors)).unwrap_or(1);
+    CostModel {
+        descriptor_ns: 1_200 / threads,
+        wire_bytes_per_us: 3_400 * threads,
+        stage_ns: 50_000,
+        ..CostModel::default()
     }
 }
 

@@ -174,7 +174,7 @@ impl Rail {
         Caller { endpoint: self.shared.id, conn, rail: u8::try_from(self.index).unwrap_or(u8::MAX) }
     }
 
-    pub(super) fn from_peer(&mut self, header: Header, body: &[u8]) {
+    pub(super) fn peer_says(&mut self, header: Header, body: &[u8]) {
         let id = header.to;
         let Some(conn) = self.conns.get_mut(&id) else { return };
         match header.kind {

@@ -38,7 +38,7 @@ impl Guest {
 }
 
 impl Rail {
-    pub(super) fn from_guest(&mut self, header: Header, body: &[u8]) {
+    pub(super) fn guest_says(&mut self, header: Header, body: &[u8]) {
         match header.kind {
             wire::HELLO => {
                 if let Some(hello) = Hello::decode(body) {

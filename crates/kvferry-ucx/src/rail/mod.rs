@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use kvferry_transport::Region;
 use rustix::event::{Timespec, epoll};
 
-use crate::config::Rail as RailConfig;
+use crate::config::{Rail as RailConfig, UcxConfig};
 use crate::error::UcxError;
 use crate::shared::{Command, Mailbox, Shared};
 use crate::sys::{Closing, Context, ContextError, Endpoint, Memory, Status, Worker};
@@ -61,7 +61,7 @@ pub(crate) struct Started {
 struct Mapping {
     // Dropped before the region.
     memory: Rc<Memory>,
-    region: Region,
+    _region: Region,
 }
 
 /// The thread's state. Fields in the order in which they may go.
@@ -243,7 +243,7 @@ impl Rail {
         // SAFETY: the region keeps its bytes mapped, and is kept until after the registration is dropped.
         let memory = unsafe { self.context.map(region.as_ptr(), len) }.map_err(|status| status.to_string())?;
         let packed = memory.pack().map_err(|status| format!("its key could not be packed: {status}"))?;
-        self.maps.insert(key, Mapping { memory: Rc::new(memory), region });
+        self.maps.insert(key, Mapping { memory: Rc::new(memory), _region: region });
         Ok(packed)
     }
 
@@ -269,11 +269,11 @@ impl Rail {
         let mut busy = false;
         while let Some((header, body)) = self.host.receive() {
             busy = true;
-            self.from_guest(header, &body);
+            self.guest_says(header, &body);
         }
         while let Some((header, body)) = self.caller.receive() {
             busy = true;
-            self.from_peer(header, &body);
+            self.peer_says(header, &body);
         }
         busy
     }
@@ -351,9 +351,9 @@ impl Rail {
     }
 }
 
-fn context(index: usize, rail: &RailConfig, shared: &Shared) -> Result<Rc<Context>, UcxError> {
-    let config = &shared.config;
-    let soft = [
+/// What every endpoint needs of UCX, by names without the prefix; what this UCX doesn't know, it doesn't need.
+pub(crate) fn settings(config: &UcxConfig) -> Vec<(&'static str, String)> {
+    vec![
         // Without these, lanes of shared memory can't be used by endpoints that want to hear of a peer's death.
         ("POSIX_ERROR_HANDLING", "y".to_owned()),
         ("SYSV_ERROR_HANDLING", "y".to_owned()),
@@ -363,7 +363,11 @@ fn context(index: usize, rail: &RailConfig, shared: &Shared) -> Result<Rc<Contex
         // rendezvous runs over them, which a peer's death could leave half done.
         ("RNDV_THRESH", "inf".to_owned()),
         ("KEEPALIVE_INTERVAL", format!("{}us", config.keepalive.as_micros())),
-    ];
+    ]
+}
+
+fn context(index: usize, rail: &RailConfig, shared: &Shared) -> Result<Rc<Context>, UcxError> {
+    let config = &shared.config;
     let mut hard = Vec::new();
     if !rail.transports.is_empty() {
         hard.push(("TLS".to_owned(), rail.transports.join(",")));
@@ -372,7 +376,7 @@ fn context(index: usize, rail: &RailConfig, shared: &Shared) -> Result<Rc<Contex
         hard.push(("NET_DEVICES".to_owned(), rail.devices.join(",")));
     }
     hard.extend(config.options.iter().cloned());
-    Context::new(&soft, &hard).map_err(|error| match error {
+    Context::new(&settings(config), &hard).map_err(|error| match error {
         ContextError::Option(option, status) => UcxError::Option { option, reason: status.to_string() },
         ContextError::Init(Status::NO_DEVICE) => UcxError::NoTransport {
             rail: index,
