@@ -509,11 +509,10 @@ impl RankSession {
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
             if !shared {
-                self.lanes.remove(lane);
+                self.lanes.leave(lane);
                 self.end.disconnect(lane);
             }
         }
-        self.lanes.forget(known.manifest.engine());
     }
 }
 

@@ -211,7 +211,7 @@ pub struct Worker {
 pub struct LaneBoard(Arc<Mutex<Vec<LaneReport>>>);
 
 impl LaneBoard {
-    /// The lanes to ranks of other engines, as they stand now; of those that broke, the last one to each rank.
+    /// The lanes to ranks of other engines as they stand now; of those that there were, some, the last one to each rank.
     #[must_use]
     pub fn snapshot(&self) -> Vec<LaneReport> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -14,6 +14,8 @@ use kvferry_geometry::manifest::{CacheGroup, RankManifest};
 use kvferry_geometry::placement::{HeadRule, Parallelism};
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{ItemId, Name, RankId};
+use kvferry_shm::ShmTransport;
+use kvferry_transport::Transport;
 use kvferry_transport::mem::MemNetwork;
 
 const N: u64 = 100;
@@ -78,15 +80,14 @@ fn workers(
     id: &str,
     owner: &Owner,
     engine: &Engine,
-    network: &MemNetwork,
+    endpoint: &Endpoints,
     options: StagingOptions,
     policy: &Policy,
 ) -> Vec<WorkerHandle> {
     let worker = |(i, manifest): (u32, &RankManifest)| {
         let memory = engine.memory[i as usize].clone();
-        let transport = Box::new(network.endpoint().unwrap());
         let engine = EngineId::new(id).unwrap();
-        Worker::builder(engine, RankId::new(i), owner.rank_socket(), manifest.clone(), memory, transport)
+        Worker::builder(engine, RankId::new(i), owner.rank_socket(), manifest.clone(), memory, endpoint())
             .staging(options)
             .lanes(policy.clone())
             .spawn()
@@ -119,6 +120,18 @@ async fn workers_gather_what_others_read() {
     }
 }
 
+/// Makes endpoints that reach each other.
+type Endpoints = Box<dyn Fn() -> Box<dyn Transport>>;
+
+fn mem() -> Endpoints {
+    let network = MemNetwork::new(11);
+    Box::new(move || Box::new(network.endpoint().unwrap()))
+}
+
+fn shm() -> Endpoints {
+    Box::new(|| Box::new(ShmTransport::new(kvferry_shm::Config::default()).unwrap()))
+}
+
 /// Two engines that are ready: two ranks with heads outside, and one with heads inside.
 struct Met {
     p: Engine,
@@ -127,8 +140,7 @@ struct Met {
     handles: Vec<WorkerHandle>,
 }
 
-async fn meet(producer: StagingOptions, consumer: StagingOptions, policy: &Policy) -> Met {
-    let network = MemNetwork::new(11);
+async fn meet(producer: StagingOptions, consumer: StagingOptions, policy: &Policy, endpoint: &Endpoints) -> Met {
     let (p, d) = (engine(2, LayoutStyle::HND), engine(1, LayoutStyle::NHD));
     let owner = |id, e: &Engine, ranks| {
         Owner::builder(EngineId::new(id).unwrap(), e.spec.clone(), vec![e.group.clone()], ranks)
@@ -136,8 +148,8 @@ async fn meet(producer: StagingOptions, consumer: StagingOptions, policy: &Polic
             .start()
     };
     let owners = [owner("p", &p, 2).await.unwrap(), owner("d", &d, 1).await.unwrap()];
-    let mut handles = workers("p", &owners[0], &p, &network, producer, &Policy::default());
-    handles.extend(workers("d", &owners[1], &d, &network, consumer, policy));
+    let mut handles = workers("p", &owners[0], &p, endpoint, producer, &Policy::default());
+    handles.extend(workers("d", &owners[1], &d, endpoint, consumer, policy));
     for owner in &owners {
         owner.ready(SOON).await.unwrap();
     }
@@ -172,54 +184,64 @@ impl Met {
 }
 
 /// A lane that isn't allowed carries nothing, and the pull says why, again and again; one that is is measured where that was asked
-/// for. Both can be seen at the worker, also after its end.
+/// for, by scratch memory that no peer takes for staging memory. All can be seen at the worker, also after its end.
 #[tokio::test]
 async fn lanes_are_refused_measured_and_shown() {
     let names = |names: &[&str], min| Policy::new(names.iter().copied(), min).unwrap();
     for (policy, reason) in [
         (Policy::default(), None),
-        (names(&["in-process"], Some(1)), None),
-        (names(&["rdma"], None), Some("requires rdma; the lane is in-process")),
+        (names(&["in-process", "shm", "cma"], Some(1)), None),
+        (names(&["rdma"], None), Some("requires rdma; the lane is")),
         (names(&[], Some(u64::MAX)), Some("measured")),
     ] {
-        let met = meet(StagingOptions::default(), StagingOptions::default(), &policy).await;
-        let board = met.handles[2].lanes();
-        assert!(board.snapshot().is_empty());
-        for dst in [60, 50] {
-            let dst: Vec<u32> = (0..7).map(|k| dst - k).collect();
-            match (met.pull(&[1, 2, 3, 4, 5, 6, 7], &dst).await.await, reason) {
-                (Ok(delivered), None) => {
-                    let pairs = &delivered.report().pairs;
-                    assert!(pairs.iter().all(|p| p.lane == "in-process: copy inside one process"), "{pairs:?}");
+        for (endpoint, backend, kinds) in [(mem(), "mem", &["in-process"][..]), (shm(), "shm", &["shm", "cma"])] {
+            let gather = StagingOptions { way: Way::Source, ..StagingOptions::default() };
+            let met = meet(StagingOptions::default(), gather, &policy, &endpoint).await;
+            let board = met.handles[2].lanes();
+            assert!(board.snapshot().is_empty());
+            for dst in [60, 50] {
+                let dst: Vec<u32> = (0..7).map(|k| dst - k).collect();
+                match (met.pull(&[1, 2, 3, 4, 5, 6, 7], &dst).await.await, reason) {
+                    (Ok(delivered), None) => {
+                        for pair in &delivered.report().pairs {
+                            assert!(kinds.iter().any(|kind| pair.lane.starts_with(kind)), "{pair:?}");
+                            assert_eq!(pair.place, Place::Direct);
+                        }
+                    }
+                    (Err(PullError::Failed(failed)), Some(reason)) => {
+                        let (_, fault) = &failed.report.faults[0];
+                        assert!(fault.to_string().starts_with("connect: source rank"), "{fault}");
+                        assert!(fault.text.contains(reason), "{fault}");
+                    }
+                    other => panic!("{other:?}"),
                 }
-                (Err(PullError::Failed(failed)), Some(reason)) => {
-                    let (_, fault) = &failed.report.faults[0];
-                    assert!(fault.to_string().starts_with("connect: source rank"), "{fault}");
-                    assert!(fault.text.contains(reason), "{fault}");
+            }
+            let lanes = board.snapshot();
+            met.part().await;
+            assert_eq!(board.snapshot().len(), 2, "what was seen last");
+            let ranks: Vec<_> = lanes.iter().map(|l| (l.engine.as_str(), l.rank.get(), l.backend)).collect();
+            assert_eq!(ranks, [("p", 0, backend), ("p", 1, backend)]);
+            for lane in lanes {
+                // The pulls fail with the first lane that is refused; the other may still be made or measured then.
+                let under_way = matches!(lane.standing, LaneStanding::Connecting | LaneStanding::Probing);
+                if reason.is_some() && under_way {
+                    continue;
                 }
-                other => panic!("{other:?}"),
+                match (&lane.standing, reason) {
+                    (LaneStanding::Up, None) => {}
+                    (LaneStanding::Refused(why), Some(reason)) if why.contains(reason) => {}
+                    _ => panic!("{lane:?}"),
+                }
+                assert!(kinds.contains(&lane.lane.kind.name()), "{lane:?}");
+                assert_eq!(lane.lane.measured.is_some(), policy.min_bytes_per_second().is_some(), "{lane:?}");
             }
-        }
-        let lanes = board.snapshot();
-        met.part().await;
-        assert_eq!(board.snapshot().len(), 2, "what was seen last");
-        assert_eq!(lanes.iter().map(|l| (l.engine.as_str(), l.rank.get())).collect::<Vec<_>>(), [("p", 0), ("p", 1)]);
-        for lane in lanes {
-            // The pulls fail with the first lane that is refused; the other may still be measured then.
-            if reason == Some("measured") && lane.standing == LaneStanding::Probing {
-                continue;
-            }
-            let refused =
-                matches!(&lane.standing, LaneStanding::Refused(why) if reason.is_some_and(|r| why.contains(r)));
-            assert!(refused || (reason.is_none() && lane.standing == LaneStanding::Up), "{lane:?}");
-            assert_eq!(lane.lane.measured.is_some(), policy.min_bytes_per_second().is_some(), "{lane:?}");
         }
     }
 }
 
 /// Six requests at a time from two ranks to one, each of which is delivered; gives where their pairs were staged.
 async fn staged(producer: StagingOptions, consumer: StagingOptions) -> Vec<Place> {
-    let met = meet(producer, consumer, &Policy::default()).await;
+    let met = meet(producer, consumer, &Policy::default(), &mem()).await;
     let requests: Vec<(Vec<u32>, Vec<u32>)> =
         (0..6).map(|i| ((0..7).map(|k| k * 6 + i).collect(), (0..7).map(|k| 60 - i - k * 6).collect())).collect();
     let mut pulls = Vec::new();

@@ -22,6 +22,8 @@ use crate::cache::CacheError;
 const SCRATCH: usize = 4 << 20;
 /// How long a probe may take.
 const WITHIN: Duration = Duration::from_secs(10);
+/// The most lanes that are shown though they are not there any more.
+const MAX_PAST: usize = 64;
 /// The most bytes of a lane's text in a report.
 const MAX_TEXT: usize = 240;
 
@@ -39,6 +41,14 @@ pub enum LaneStanding {
     Refused(String),
     /// It broke. A later request makes it anew.
     Lost(String),
+    /// Its engine isn't needed any more, and it was given up.
+    Left,
+}
+
+impl LaneStanding {
+    fn is_past(&self) -> bool {
+        matches!(self, Self::Lost(_) | Self::Left)
+    }
 }
 
 /// One lane to a rank of another engine.
@@ -70,17 +80,17 @@ pub(super) enum Gate {
 pub(super) struct Lanes {
     policy: Policy,
     scratch: Option<(RegionId, Bytes)>,
-    known: BTreeMap<PeerId, Known>,
+    pub(super) known: BTreeMap<PeerId, Known>,
     probe: Option<Probing>,
     /// Reads of probes that have ended without them: until they end, another probe would share its scratch memory with them.
     left: BTreeSet<OpId>,
     revision: u64,
 }
 
-struct Known {
+pub(super) struct Known {
     engine: EngineId,
     rank: RankId,
-    info: PeerInfo,
+    pub(super) info: PeerInfo,
     standing: LaneStanding,
 }
 
@@ -93,25 +103,16 @@ struct Probing {
 impl Lanes {
     /// Notes a connection.
     pub(super) fn add(&mut self, peer: PeerId, engine: &EngineId, rank: RankId, info: PeerInfo) {
-        let lost = |k: &Known| matches!(k.standing, LaneStanding::Lost(_)) && k.rank == rank && k.engine == *engine;
-        self.known.retain(|_, k| !lost(k));
+        self.known.retain(|_, k| !(k.standing.is_past() && k.rank == rank && k.engine == *engine));
         let engine = engine.clone();
         self.known.entry(peer).or_insert(Known { engine, rank, info, standing: LaneStanding::Connecting });
         self.revision += 1;
     }
 
-    /// Forgets a connection.
-    pub(super) fn remove(&mut self, peer: PeerId) {
-        self.known.remove(&peer);
+    /// A connection is given up.
+    pub(super) fn leave(&mut self, peer: PeerId) {
         self.end_probe(peer);
-        self.revision += 1;
-    }
-
-    /// Forgets what was lost of an engine.
-    pub(super) fn forget(&mut self, engine: &EngineId) {
-        let lost = |k: &Known| matches!(k.standing, LaneStanding::Lost(_)) && k.engine == *engine;
-        self.known.retain(|_, k| !lost(k));
-        self.revision += 1;
+        self.set(peer, LaneStanding::Left);
     }
 
     pub(super) fn gate(&self, peer: PeerId) -> Gate {
@@ -121,7 +122,7 @@ impl Lanes {
             Some(LaneStanding::Refused(why)) => Gate::Refused(format!("the lane is refused: {why}")),
             Some(LaneStanding::Connecting | LaneStanding::Probing) => Gate::Wait,
             // Of one that is lost or forgotten the transport says what there is to say.
-            Some(LaneStanding::Up | LaneStanding::Lost(_)) | None => Gate::Open,
+            Some(LaneStanding::Up | LaneStanding::Lost(_) | LaneStanding::Left) | None => Gate::Open,
         }
     }
 
@@ -134,6 +135,11 @@ impl Lanes {
         if let Some(known) = self.known.get_mut(&peer) {
             known.standing = standing;
             self.revision += 1;
+        }
+        // Connections are counted up, so the first is the oldest.
+        while self.known.values().filter(|k| k.standing.is_past()).count() > MAX_PAST {
+            let oldest = self.known.iter().find(|(_, k)| k.standing.is_past()).map(|(peer, _)| *peer);
+            oldest.and_then(|peer| self.known.remove(&peer));
         }
     }
 
@@ -174,7 +180,7 @@ impl RankSession {
         Ok(self)
     }
 
-    /// The lanes to ranks of other engines that are, or were last, connected.
+    /// The lanes to ranks of other engines: those that there are, and some that there were, the last one to each rank.
     #[must_use]
     pub fn lanes(&self) -> Vec<LaneReport> {
         let backend = self.end.transport.capabilities().backend;

@@ -150,6 +150,31 @@ fn a_lane_that_is_lost_ends_those_who_wait_for_it() {
     assert_eq!(w.d.peers.values().map(|k| k.lanes.len()).sum::<usize>(), 1);
 }
 
+/// Lanes that there were are shown, but not for ever.
+#[test]
+fn lanes_of_the_past_are_bounded() {
+    let mut w = World::new(Script::default());
+    let engine = w.d.peers.values().next().unwrap().manifest.clone();
+    for round in 1..=50u64 {
+        pull(&mut w, round);
+        w.run(SECOND / 100);
+        assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+        w.ended.clear();
+        w.d.handle(ToRank::Forget(engine.digest()), w.now);
+        assert_eq!(standings(&w), [LaneStanding::Left, LaneStanding::Left], "the last one to each rank");
+        w.d.handle(ToRank::Peer(engine.clone()), w.now);
+    }
+    // Of other engines.
+    let info = |w: &World| w.d.lanes.known.values().next().unwrap().info.clone();
+    for i in 1000..1200 {
+        let (peer, info) = (PeerId::new(i), info(&w));
+        w.d.lanes.add(peer, &EngineId::new(&format!("e{i}")).unwrap(), RankId::new(0), info);
+        w.d.lanes.leave(peer);
+    }
+    assert_eq!(w.d.lanes().len(), 64);
+    assert_eq!(w.d.lanes().last().unwrap().engine.as_str(), "e1199");
+}
+
 /// A lane that fails an operation is used again; the request that it failed says what the backend said.
 #[test]
 fn a_lane_that_fails_once_fails_one_request() {
