@@ -7,9 +7,14 @@
 //! ```
 //!
 //! Regions that share a key (all of plain host memory, on lanes that don't register it) share its bytes here.
+//!
+//! What [`Part::decode`] gives has passed [`check_address`] and [`check_key`].
+
+mod packed;
 
 use std::collections::HashMap;
 
+pub(crate) use self::packed::{ADDRESS_SLACK, KEY_SLACK, check_address, check_key};
 use crate::config::MAX_RAILS;
 use crate::process::Process;
 
@@ -97,7 +102,7 @@ impl Part {
         if !(1..=MAX_RAILS).contains(&count) {
             return Err(format!("it has {count} rails; 1 to {MAX_RAILS} are allowed"));
         }
-        let rails = (0..count).map(|_| rail(&mut rest)).collect::<Result<Vec<_>, _>>()?;
+        let rails = (0..count).map(|_| rail(&mut rest, lens.len())).collect::<Result<Vec<_>, _>>()?;
         let row = 8 + 4 * count;
         if rest.len() != lens.len() * row {
             return Err(format!("{} bytes about {} regions, where {row} each are right", rest.len(), lens.len()));
@@ -107,14 +112,15 @@ impl Part {
     }
 }
 
-fn rail(rest: &mut &[u8]) -> Result<RailPart, String> {
+fn rail(rest: &mut &[u8], regions: usize) -> Result<RailPart, String> {
     let address = get(rest, "a rail's address")?;
-    if address.is_empty() {
-        return Err("a rail has no address".to_owned());
-    }
+    check_address(&address)?;
     let count = u32::from_le_bytes(take(rest, "a rail's keys")?);
-    // Each takes two bytes at least, so what is collected is bounded by what there is.
-    let keys = (0..count).map(|_| get(rest, "a key")).collect::<Result<_, _>>()?;
+    if usize::try_from(count).map_or(true, |count| count > regions) {
+        return Err(format!("a rail has {count} keys for {regions} regions"));
+    }
+    let key = |_| get(rest, "a key").and_then(|key| check_key(&key).map(|()| key));
+    let keys = (0..count).map(key).collect::<Result<_, _>>()?;
     Ok(RailPart { address, keys })
 }
 
@@ -155,10 +161,11 @@ fn take<const N: usize>(rest: &mut &[u8], what: &str) -> Result<[u8; N], String>
 
 #[cfg(test)]
 mod tests {
+    use super::packed::tests::{address, key};
     use super::*;
 
     fn sample() -> Part {
-        let rail = |n: u8| RailPart { address: vec![n; 30], keys: vec![vec![n; 9], vec![n, 1]] };
+        let rail = |n: u8| RailPart { address: address(n == 2), keys: vec![key(n), key(n + 100)] };
         Part {
             token: [7; 16],
             process: Process { host: [3; 16], namespace: 4, pid: 5, started: 6 },
@@ -191,6 +198,12 @@ mod tests {
         part = sample();
         part.rails[0].address.clear();
         assert!(Part::decode(&part.encode(), [1, 1].into_iter()).is_err());
+        part = sample();
+        part.rails[1].keys.push(key(3));
+        assert!(Part::decode(&part.encode(), [1, 1].into_iter()).unwrap_err().contains("3 keys for 2 regions"));
+        part = sample();
+        part.rails[1].keys[1].pop();
+        assert!(Part::decode(&part.encode(), [1, 1].into_iter()).unwrap_err().contains("a key of 13 bytes"));
     }
 
     #[test]

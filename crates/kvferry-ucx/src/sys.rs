@@ -28,6 +28,8 @@ use ucx_rs::sys::{
     ucp_op_attr_t_UCP_OP_ATTR_FIELD_MEMH as OP_MEMH, ucp_op_attr_t_UCP_OP_ATTR_FIELD_USER_DATA as OP_USER_DATA,
 };
 
+use crate::part::{ADDRESS_SLACK, KEY_SLACK, check_address, check_key};
+
 /// The number under which all our active messages run.
 const AM_ID: u32 = 0x6b76;
 
@@ -372,12 +374,11 @@ impl Worker {
         Ok(bytes)
     }
 
-    /// An endpoint to the worker at this address.
+    /// An endpoint to the worker at this address; `Err(INVALID)` if its bytes don't pass [`check_address`].
     pub(crate) fn connect(&self, address: &[u8]) -> Result<Endpoint, Status> {
-        // UCX's parser trusts the lengths in an address; a byte changed on the way would make it read past the end, where
-        // it finds zeros.
+        check_address(address).map_err(|_| Status::INVALID)?;
         let mut padded = address.to_vec();
-        padded.resize(address.len() + SLACK, 0);
+        padded.resize(address.len() + ADDRESS_SLACK, 0);
         let fault = Box::new(Fault { status: Cell::new(None), faults: self.faults.clone() });
         // SAFETY: an all-zero parameter structure is one with no field set.
         let mut params: ucp::ucp_ep_params_t = unsafe { std::mem::zeroed() };
@@ -387,8 +388,8 @@ impl Worker {
         params.err_handler.cb = Some(faulted);
         params.err_handler.arg = ptr::from_ref::<Fault>(&fault).cast_mut().cast();
         let mut raw = ptr::null_mut();
-        // SAFETY: the worker is alive; the address bytes are valid during the call; the fault lives in a box of its
-        // own, which is kept until the endpoint is closed.
+        // SAFETY: the worker is alive; the address bytes are valid during the call, and UCX's parser stays within them, as the
+        // check has taken the same steps; the fault lives in a box of its own, which is kept until the endpoint is closed.
         check(unsafe { ucp::ucp_ep_create(self.raw, &raw const params, &raw mut raw) })?;
         Ok(Endpoint { raw, fault })
     }
@@ -401,9 +402,6 @@ impl Drop for Worker {
         let _ = &self.context;
     }
 }
-
-/// Zeros behind bytes from a peer that UCX parses by the lengths in them.
-const SLACK: usize = 1024;
 
 /// Where UCX tells that an endpoint has failed.
 struct Fault {
@@ -552,12 +550,13 @@ impl Endpoint {
         info
     }
 
-    /// Unpacks a key for memory of the peer. Its bytes are the peer's word; see [`SLACK`].
+    /// Unpacks a key for memory of the peer; `Err(INVALID)` if its bytes don't pass [`check_key`].
     pub(crate) fn unpack(&self, key: &[u8]) -> Result<RemoteKey, Status> {
-        let mut padded = key.to_vec();
-        padded.resize(key.len() + SLACK, 0);
+        check_key(key).map_err(|_| Status::INVALID)?;
+        let padded = [key, &KEY_SLACK].concat();
         let mut raw = ptr::null_mut();
-        // SAFETY: the endpoint is open; the bytes are valid during the call.
+        // SAFETY: the endpoint is open; the bytes are valid during the call, and UCX's parser stays within them, as the check
+        // has taken the same steps.
         check(unsafe { ucp::ucp_ep_rkey_unpack(self.raw, padded.as_ptr().cast(), &raw mut raw) })?;
         Ok(RemoteKey(raw))
     }
