@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvferry_transport::EndpointId;
+
 use crate::error::UcxError;
 
 /// The most rails of an endpoint.
@@ -36,6 +38,8 @@ impl Rail {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct UcxConfig {
+    /// The endpoint's id, for one that is an endpoint of other backends, too. By default, random.
+    pub endpoint: Option<EndpointId>,
     /// The rails, 1 to [`MAX_RAILS`]. By default two alike, or one where there is one processor: a lane that copies by CPU
     /// (cma, tcp) is twice as fast with two.
     pub rails: Vec<Rail>,
@@ -50,7 +54,8 @@ pub struct UcxConfig {
     pub connect_within: Duration,
     /// How long a rail's thread looks for the next thing to do before it sleeps. Zero: not at all.
     pub spin: Duration,
-    /// More of UCX's settings, for all rails: names without the prefix `UCX_`, and values.
+    /// More of UCX's settings, for all rails: names without the prefix `UCX_`, and values. A few of them (`LOG_LEVEL`, ...) act on
+    /// all of UCX in this process.
     pub options: Vec<(String, String)>,
 }
 
@@ -58,6 +63,7 @@ impl Default for UcxConfig {
     fn default() -> Self {
         let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
+            endpoint: None,
             rails: vec![Rail::default(); processors.min(2)],
             outstanding: 64,
             stripe: 256 << 10,

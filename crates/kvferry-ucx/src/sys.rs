@@ -563,17 +563,14 @@ impl Endpoint {
 
     /// Closes it: after what was posted has ended, or at once if `force`.
     pub(crate) fn close(self, force: bool) -> Closing {
-        // SAFETY: an all-zero parameter structure is one with no field set.
-        let mut param: ucp::ucp_request_param_t = unsafe { std::mem::zeroed() };
-        param.op_attr_mask = OP_FLAGS;
-        param.flags = if force { ucp::ucp_ep_close_flags_t_UCP_EP_CLOSE_FLAG_FORCE } else { 0 };
-        // SAFETY: the endpoint is open and not used after this call, which takes it.
-        let returned = unsafe { ucp::ucp_ep_close_nbx(self.raw, &raw const param) };
-        let request = match posted(returned) {
-            Posted::Later(request) => Some(request),
-            Posted::Done | Posted::Failed(_) => None,
-        };
-        Closing { request, _fault: self.fault }
+        let mut closing = Closing { endpoint: None, flushed: Tally::new(Rc::default()), request: None, fault: None };
+        if force {
+            closing.discard(self);
+        } else {
+            self.flush(&closing.flushed);
+            closing.endpoint = Some(self);
+        }
+        closing
     }
 }
 
@@ -628,18 +625,48 @@ impl Drop for RemoteKey {
 }
 
 /// An endpoint that is being closed.
+///
+/// UCX has a polite way of its own, which keeps the endpoint until the worker goes (1.22: "TODO negotiate disconnect"). So what
+/// was posted is flushed, and then the endpoint is discarded.
 pub(crate) struct Closing {
+    endpoint: Option<Endpoint>,
+    flushed: Rc<Tally>,
     request: Option<NonNull<c_void>>,
-    _fault: Box<Fault>,
+    fault: Option<Box<Fault>>,
 }
 
 impl Closing {
-    /// Whether it is closed.
-    pub(crate) fn done(&self) -> bool {
+    /// Whether it is closed; goes on with it.
+    pub(crate) fn done(&mut self) -> bool {
+        if self.flushed.outstanding() == 0
+            && let Some(endpoint) = self.endpoint.take()
+        {
+            self.discard(endpoint);
+        }
         // SAFETY: the request is freed only when this value goes.
-        self.request.is_none_or(|request| unsafe {
+        let gone = |request: NonNull<c_void>| unsafe {
             ucp::ucp_request_check_status(request.as_ptr()) != ucp::ucs_status_t_UCS_INPROGRESS
-        })
+        };
+        self.endpoint.is_none() && self.request.is_none_or(gone)
+    }
+
+    /// Waits no longer for what was posted.
+    pub(crate) fn force(&mut self) {
+        let endpoint = self.endpoint.take();
+        endpoint.into_iter().for_each(|endpoint| self.discard(endpoint));
+    }
+
+    fn discard(&mut self, endpoint: Endpoint) {
+        // SAFETY: an all-zero parameter structure is one with no field set.
+        let mut param: ucp::ucp_request_param_t = unsafe { std::mem::zeroed() };
+        param.op_attr_mask = OP_FLAGS;
+        param.flags = ucp::ucp_ep_close_flags_t_UCP_EP_CLOSE_FLAG_FORCE;
+        // SAFETY: the endpoint is open and not used after this call, which takes it.
+        let returned = unsafe { ucp::ucp_ep_close_nbx(endpoint.raw, &raw const param) };
+        if let Posted::Later(request) = posted(returned) {
+            self.request = Some(request);
+        }
+        self.fault = Some(endpoint.fault);
     }
 }
 

@@ -92,7 +92,7 @@ impl Liar {
 impl Drop for Liar {
     fn drop(&mut self) {
         if let Some(way) = self.way.take() {
-            let closing = way.close(true);
+            let mut closing = way.close(true);
             while !closing.done() {
                 self.worker.progress();
             }
@@ -230,8 +230,8 @@ fn a_peer_that_answers_nonsense_or_nothing_is_lost() {
             }
         };
         t.disconnect(peer).unwrap();
-        let closing: Vec<_> = ways.into_iter().map(|way| way.close(true)).collect();
-        while !closing.iter().all(crate::sys::Closing::done) {
+        let mut closing: Vec<_> = ways.into_iter().map(|way| way.close(true)).collect();
+        while !closing.iter_mut().all(crate::sys::Closing::done) {
             liar.worker.progress();
         }
         cause

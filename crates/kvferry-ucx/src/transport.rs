@@ -129,8 +129,8 @@ impl UcxTransport {
         let devices: Vec<_> = config.rails.iter().map(|rail| rail.devices.clone()).collect();
         let mailboxes: Result<Arc<[Mailbox]>, _> = devices.iter().map(|_| Mailbox::new()).collect();
         let mailboxes = mailboxes.map_err(UcxError::system("an eventfd"))?;
-        let shared =
-            Shared::new(EndpointId::new(id), token, config, mailboxes).map_err(UcxError::system("an eventfd"))?;
+        let shared = Shared::new(config.endpoint.unwrap_or(EndpointId::new(id)), token, config, mailboxes)
+            .map_err(UcxError::system("an eventfd"))?;
         let mut capabilities = Capabilities::host(BACKEND);
         capabilities.max_notify = MAX_NOTIFY;
         capabilities.max_in_flight = MAX_IN_FLIGHT;

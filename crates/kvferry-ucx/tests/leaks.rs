@@ -57,8 +57,14 @@ fn life(round: u32) {
     }
 }
 
+// One test: another one beside it would change the counts.
 #[test]
 fn nothing_is_left_behind() {
+    lives();
+    connections_come_and_go();
+}
+
+fn lives() {
     // UCX keeps a thread and some descriptors of its own once it was used.
     (0..4).for_each(life);
     let before = settled(None);
@@ -72,18 +78,17 @@ fn nothing_is_left_behind() {
     assert!(grown < 48 << 20, "{grown} bytes more after 24 lives");
 }
 
-#[test]
 fn connections_come_and_go() {
     let (mut near, mut far) = (endpoint(2), endpoint(2));
     let blob = far.blob();
     let mut first = None;
-    for round in 0..200 {
+    for round in 0..300 {
         let peer = near.connect(&blob).unwrap();
         if round % 4 > 0 {
             connected(&mut [&mut near, &mut far], peer);
         }
         near.disconnect(peer).unwrap();
-        if round == 20 {
+        if round == 100 {
             std::thread::sleep(Duration::from_millis(50));
             first = Some((counts(), resident()));
         }
@@ -93,5 +98,5 @@ fn connections_come_and_go() {
     let grown = resident().saturating_sub(memory);
     println!("{first:?}, then {last:?}; {grown} bytes more");
     assert!(last.0 <= first.0 + 8 && last.1 == first.1, "{first:?}, then {last:?}");
-    assert!(grown < 48 << 20, "{grown} bytes more after 180 connections");
+    assert!(grown < 8 << 20, "{grown} bytes more after 200 connections");
 }

@@ -5,6 +5,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
+use kvferry_geometry::units::RegionId;
 use kvferry_transport::conformance::bytes::reversed;
 use kvferry_transport::conformance::death::{Death, MARGIN, dies_in_the_middle, exchange};
 use kvferry_transport::conformance::process::{Order, PeerProcess, serve};
@@ -39,20 +40,33 @@ fn ours(len: usize) -> Region {
 
 #[test]
 fn bytes_go_both_ways_whatever_the_rails() {
-    const LEN: usize = 9 << 20;
+    const LEN: usize = 3 << 20;
     for (near, far) in [("2", "2"), ("1", "2"), ("2", "1"), ("3", "2"), ("tcp", "tcp"), ("posix", "posix")] {
         let mut peer = start(far, LEN);
         let mut d = UcxTransport::new(config(near)).unwrap();
         let begin = Instant::now();
-        exchange(&mut d, &ours(LEN), &mut peer, LEN as u64, 4).unwrap_or_else(|e| panic!("{near} to {far}: {e}"));
+        exchange(&mut d, &ours(LEN), &mut peer, LEN as u64, 3).unwrap_or_else(|e| panic!("{near} to {far}: {e}"));
         println!("{near} to {far}: {:?}", begin.elapsed());
     }
 }
 
+fn killed_in_the_middle(role: &str, death: &Death) {
+    let mut peer = start(role, usize::try_from(death.bytes).unwrap());
+    dies(role, &mut UcxTransport::new(config(role)).unwrap(), &mut peer, death);
+}
+
+fn dies(role: &str, d: &mut UcxTransport, peer: &mut PeerProcess, death: &Death) {
+    let ours = Region::zeroed(usize::try_from(death.our_bytes()).unwrap()).unwrap();
+    let aftermath = dies_in_the_middle(d, &ours, peer, death).unwrap();
+    println!("{role}, {death:?}: {aftermath:?}");
+    assert_eq!((&aftermath.cause, aftermath.in_doubt), (&LostCause::Gone, 0), "{aftermath:?}");
+    assert!(aftermath.told_after < Duration::from_secs(10), "{aftermath:?}");
+}
+
 #[test]
-fn a_gigabyte_arrives() {
+fn a_gigabyte_arrives_and_a_peer_is_killed_in_the_next() {
     const LEN: usize = 1 << 30;
-    let peer = start("2", LEN);
+    let mut peer = start("2", LEN);
     let (mut d, ours) = (endpoint(2), Region::zeroed(LEN).unwrap());
     d.register(ours.clone()).unwrap();
     let id = d.connect(peer.blob()).unwrap();
@@ -77,38 +91,26 @@ fn a_gigabyte_arrives() {
         );
         assert_eq!(got, expected[within..within + 64], "at {at}");
     }
-}
-
-fn killed_in_the_middle(role: &str, death: &Death) {
-    let mut peer = start(role, usize::try_from(death.bytes).unwrap());
-    let mut d = UcxTransport::new(config(role)).unwrap();
-    let ours = Region::zeroed(usize::try_from(death.our_bytes()).unwrap()).unwrap();
-    let aftermath = dies_in_the_middle(&mut d, &ours, &mut peer, death).unwrap();
-    println!("{role}, {death:?}: {aftermath:?}");
-    assert_eq!((&aftermath.cause, aftermath.in_doubt), (&LostCause::Gone, 0), "{aftermath:?}");
-    assert!(aftermath.told_after < Duration::from_secs(10), "{aftermath:?}");
-}
-
-// Each of these alone needs the memory of two large regions.
-#[test]
-fn a_peer_killed_in_a_read_of_a_gigabyte() {
-    killed_in_the_middle("2", &Death::reading(1 << 30));
+    d.disconnect(id).unwrap();
+    d.deregister(RegionId::ZERO).unwrap();
+    drop(ours);
+    dies("2", &mut d, &mut peer, &Death::reading(LEN as u64));
 }
 
 #[test]
 fn a_peer_killed_in_writes() {
-    killed_in_the_middle("2", &Death::writing(256 << 20, Duration::from_millis(20)));
+    killed_in_the_middle("2", &Death::writing(128 << 20, Duration::from_millis(10)));
 }
 
 #[test]
 fn a_peer_killed_over_tcp() {
-    killed_in_the_middle("tcp", &Death::reading(128 << 20));
-    killed_in_the_middle("tcp", &Death::writing(128 << 20, Duration::from_millis(10)));
+    killed_in_the_middle("tcp", &Death::reading(64 << 20));
+    killed_in_the_middle("tcp", &Death::writing(64 << 20, Duration::from_millis(10)));
 }
 
 #[test]
 fn a_peer_killed_over_shared_memory() {
-    killed_in_the_middle("posix", &Death::reading(128 << 20));
+    killed_in_the_middle("posix", &Death::reading(64 << 20));
 }
 
 #[test]

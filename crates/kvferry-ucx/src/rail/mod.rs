@@ -70,7 +70,7 @@ pub(crate) struct Rail {
     runs: VecDeque<Run>,
     conns: BTreeMap<u64, Conn>,
     guests: BTreeMap<u64, Guest>,
-    closings: Vec<Closing>,
+    closings: Vec<(Closing, Instant)>,
     maps: HashMap<u64, Mapping>,
     caller: Worker,
     host: Worker,
@@ -131,7 +131,7 @@ impl Rail {
             reason: status.to_string(),
         })?;
         let transports = probe.transports();
-        let closings = vec![probe.close(true)];
+        let closings = vec![(probe.close(true), Instant::now())];
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(UcxError::system("an epoll descriptor"))?;
         let mailbox = &shared.mailboxes[index];
         let mut sources = vec![(mailbox.bell.as_fd(), MAILBOX)];
@@ -296,7 +296,12 @@ impl Rail {
             return;
         }
         self.clock.tended = Instant::now();
-        self.closings.retain(|closing| !closing.done());
+        self.closings.retain_mut(|(closing, since)| {
+            if since.elapsed() > LINGER {
+                closing.force();
+            }
+            !closing.done()
+        });
         let mut restless = self.tend_conns();
         restless |= self.tend_guests();
         self.hear(Some(Duration::ZERO));
@@ -305,9 +310,9 @@ impl Rail {
 
     /// Closes an endpoint, which may take a while.
     fn close(&mut self, endpoint: Endpoint, force: bool) {
-        let closing = endpoint.close(force);
+        let mut closing = endpoint.close(force);
         if !closing.done() {
-            self.closings.push(closing);
+            self.closings.push((closing, Instant::now()));
             self.clock.restless = true;
         }
     }
@@ -362,6 +367,9 @@ pub(crate) fn settings(config: &UcxConfig) -> Vec<(&'static str, String)> {
         // All our messages are eager. UCX leaves cma and its like to endpoints with error handling only if it is sure that no
         // rendezvous runs over them, which a peer's death could leave half done.
         ("RNDV_THRESH", "inf".to_owned()),
+        // A cache would keep memory registered that was deregistered, and patch the C library's functions to learn of memory
+        // that goes; what is read and written here is registered by itself, for as long as it is.
+        ("RCACHE_ENABLE", "n".to_owned()),
         ("KEEPALIVE_INTERVAL", format!("{}us", config.keepalive.as_micros())),
     ]
 }
