@@ -28,8 +28,13 @@ impl Memory {
     fn new(start: &Start) -> anyhow::Result<Self> {
         let lens = start.scene.lens();
         let engines = if start.scene == Scene::Blocks { None } else { Some(start.scene.engines()?) };
-        let [src, dst] = [0, 1].map(|i| memory::regions(&memory::open(&start.memory[i])?, &lens[i]));
-        Ok(Self { scene: start.scene, src: src?, dst: dst?, lens, engines })
+        // A source has nothing to do with the destination; a reader has the source's memory to compare with, and to copy from where
+        // that is all it does.
+        let source = is_source(start.side);
+        let copies = matches!(start.rival, Rival::Memcpy { .. });
+        let src = memory::regions(&memory::open(&start.memory[0], source || copies)?, &lens[0])?;
+        let dst = if source { Vec::new() } else { memory::regions(&memory::open(&start.memory[1], true)?, &lens[1])? };
+        Ok(Self { scene: start.scene, src, dst, lens, engines })
     }
 
     /// The contiguous moves of a work.

@@ -94,7 +94,8 @@ impl crate::child::End for End {
         let delivered = self.pull(tokens, &dst, offer)?;
         let ns = u64::try_from(start.elapsed().as_nanos())?;
         let pairs = &delivered.report().pairs;
-        let lane = pairs.first().map_or_else(String::new, |pair| pair.lane.clone());
+        // Its kind; details follow a colon.
+        let lane = pairs.first().and_then(|pair| pair.lane.split(':').next()).unwrap_or_default().to_owned();
         Ok(Moved { ns, descriptors: pairs.iter().map(|p| p.descriptors_after).sum(), lane })
     }
 

@@ -97,7 +97,8 @@ fn main() -> anyhow::Result<ExitCode> {
 fn again() -> anyhow::Result<ExitCode> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut cargo = Command::new("cargo");
-    cargo.args(["run", "--release", "--quiet"]).current_dir(own);
+    // In the caller's folder, whose paths were given.
+    cargo.args(["run", "--release", "--quiet", "--manifest-path"]).arg(own.join("Cargo.toml"));
     match native(own) {
         Ok(environment) => {
             cargo.args(["--features", "ucx,nixl"]).envs(environment);
@@ -107,13 +108,7 @@ fn again() -> anyhow::Result<ExitCode> {
             cargo.args(["--features", "ucx"]);
         }
     }
-    let here = std::env::current_dir()?;
-    let given = std::env::args().skip(1).map(|arg| {
-        // Paths are the caller's.
-        let path = here.join(&arg);
-        if arg.starts_with('-') || !path.exists() { arg } else { path.display().to_string() }
-    });
-    let error = cargo.args(["--", "--as-built"]).args(given).exec();
+    let error = cargo.args(["--", "--as-built"]).args(std::env::args_os().skip(1)).exec();
     bail!("starting cargo: {error}")
 }
 
@@ -144,8 +139,8 @@ impl Files {
         let own = std::process::id();
         let path = |fd: &std::os::fd::OwnedFd| PathBuf::from(format!("/proc/{own}/fd/{}", fd.as_raw_fd()));
         let paths = [path(&src), path(&dst)];
-        memory::fill(&memory::open(&paths[0])?, 5)?;
-        let region = memory::open(&paths[1])?;
+        memory::fill(&memory::open(&paths[0], false)?, 5)?;
+        let region = memory::open(&paths[1], false)?;
         region.fill(0, region.len().get(), memory::GUARD)?;
         Ok(Self { _open: [src, dst], paths })
     }

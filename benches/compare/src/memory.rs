@@ -41,11 +41,11 @@ impl Drop for Mapping {
     }
 }
 
-/// Maps the whole file.
-pub(crate) fn map(fd: OwnedFd) -> anyhow::Result<Region> {
+/// Maps the whole file, with all its pages at once if they are `needed`.
+fn map(fd: OwnedFd, needed: bool) -> anyhow::Result<Region> {
     let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size)?;
     let flags = ProtFlags::READ | ProtFlags::WRITE;
-    let how = MapFlags::SHARED | MapFlags::POPULATE;
+    let how = if needed { MapFlags::SHARED | MapFlags::POPULATE } else { MapFlags::SHARED };
     // SAFETY: a fresh mapping at a place of the kernel's choice.
     let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, how, fd.as_fd(), 0) }?;
     let start = NonNull::new(start.cast::<u8>()).context("mapped at address 0")?;
@@ -54,11 +54,11 @@ pub(crate) fn map(fd: OwnedFd) -> anyhow::Result<Region> {
     Ok(unsafe { Region::from_raw(start, len, MemoryKind::Host, owner) }.with_share(Arc::new(fd), 0))
 }
 
-/// Opens and maps another process's file, by its path in `/proc`.
-pub(crate) fn open(path: &Path) -> anyhow::Result<Region> {
+/// Opens and maps another process's file, by its path in `/proc`; with all its pages at once if they are `needed`.
+pub(crate) fn open(path: &Path, needed: bool) -> anyhow::Result<Region> {
     let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
         .with_context(|| format!("opening {}", path.display()))?;
-    map(fd)
+    map(fd, needed)
 }
 
 /// Regions of these lengths, one after the other.
