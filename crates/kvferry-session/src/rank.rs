@@ -244,8 +244,13 @@ impl RankSession {
     fn on_completed(&mut self, op: OpId, peer: PeerId, outcome: &Outcome) {
         let Some((id, src)) = self.end.ops.remove(&op) else { return };
         if let Some(pull) = self.pulls.get_mut(&id) {
-            let lane = self.end.transport.peer(peer).map_or_else(|_| String::new(), |info| lanes::text(&info.lane));
-            let next = pull.on_completed(src, outcome, lane, self.now);
+            let said = match outcome {
+                Outcome::Done(_) => self.end.transport.peer(peer).map_or(String::new(), |info| lanes::text(&info.lane)),
+                // We did it, for a reason.
+                Outcome::Failed(e @ TransferError::Disconnected) => self.lanes.lost(peer).unwrap_or(e.to_string()),
+                Outcome::Failed(e) | Outcome::InDoubt(e) => e.to_string(),
+            };
+            let next = pull.on_completed(src, outcome, said, self.now);
             self.go_on(id, next);
         }
         if let Outcome::Failed(error @ TransferError::Stale { .. }) = outcome {

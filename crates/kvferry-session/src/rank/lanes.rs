@@ -126,6 +126,14 @@ impl Lanes {
         }
     }
 
+    /// Why a lane was lost, if it was.
+    pub(super) fn lost(&self, peer: PeerId) -> Option<String> {
+        match &self.known.get(&peer)?.standing {
+            LaneStanding::Lost(why) => Some(why.clone()),
+            _ => None,
+        }
+    }
+
     /// What was measured on a lane.
     pub(super) fn measured(&self, peer: PeerId, lane: &mut Lane) {
         lane.measured = lane.measured.or_else(|| self.known.get(&peer)?.info.lane.measured);

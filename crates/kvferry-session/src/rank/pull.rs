@@ -170,16 +170,16 @@ impl Pull {
         self.sources.values().any(|s| matches!(&s.state, SourceState::Comparing { compare, .. } if compare.has_work()))
     }
 
-    /// An operation over a lane has ended.
-    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, lane: String, now: Duration) -> Next {
+    /// An operation has ended; in words, over which lane, or why it failed.
+    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, said: String, now: Duration) -> Next {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
         let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
         let segment = |source: &mut Source| source.steps.as_mut().and_then(|s| s.segment.take());
-        let (error, in_doubt) = match outcome {
+        let in_doubt = match outcome {
             Outcome::Done(stats) => {
                 // Neighbours may also merge across the rows of the product form; who has moved them knows.
                 source.after = source.after.min(stats.descriptors.max(1));
-                source.carried = lane;
+                source.carried = said;
                 if source.is_permuted() && self.fault.is_none() {
                     source.state = SourceState::Permuting { since };
                     return Next::Permute(src);
@@ -188,8 +188,8 @@ impl Pull {
                 self.freed.extend(segment(source));
                 return self.after_reads();
             }
-            Outcome::Failed(error) => (error, false),
-            Outcome::InDoubt(error) => (error, true),
+            Outcome::Failed(_) => false,
+            Outcome::InDoubt(_) => true,
         };
         source.state = SourceState::Ended;
         let lent = segment(source);
@@ -198,7 +198,7 @@ impl Pull {
         } else {
             self.freed.extend(lent);
         }
-        let text = format!("source rank {src}: {error}");
+        let text = format!("source rank {src}: {said}");
         self.fail(RankFault { stage: Stage::Read, text, in_doubt, bad: Vec::new() })
     }
 

@@ -197,7 +197,10 @@ fn a_lane_that_fails_once_fails_one_request() {
 /// makes the lane anew by the blob that the engine has then, though the endpoint is the same.
 #[test]
 fn a_producer_that_registers_anew_is_reached_by_its_new_blob() {
-    let mut w = World::new(Script::default());
+    // The second request's reads wait; they end when the first one's have shown that the lanes are stale.
+    let mut script = on(4, OpFault::Delay(SECOND));
+    script.submit.insert(5, OpFault::Delay(SECOND));
+    let mut w = World::new(script);
     pull(&mut w, 1);
     w.run(SECOND / 10);
     assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
