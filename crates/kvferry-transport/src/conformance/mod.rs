@@ -4,7 +4,8 @@
 //! [`Transport`] that it breaks. What a backend cannot do (by its capabilities) is skipped with the
 //! reason, not passed.
 //!
-//! What needs a second process, or more time than a suite may take, stands beside it: [`process`] and [`death`].
+//! What needs a second process, or more time than a suite may take, stands beside it: [`process`] and [`death`],
+//! [`stress`].
 //!
 //! The suite drives both endpoints from one thread, apart from `threads`. It knows nothing of how a backend moves bytes; what
 //! it looks at is memory before and after, and events.
@@ -25,6 +26,8 @@ mod peers;
 pub mod process;
 mod registrations;
 pub mod sample;
+pub mod stress;
+mod traffic;
 mod volume;
 
 pub use pair::Pair;
@@ -49,6 +52,12 @@ pub trait Harness {
 
     /// How many random batches to try for each direction; about 100.
     fn rounds(&self) -> u64;
+
+    /// Bytes of the one large run of clause `large`; there is memory for twice as many. 8 MiB where nothing else is said; beyond
+    /// 1 GiB is where libraries' limits are.
+    fn large(&self) -> usize {
+        8 << 20
+    }
 }
 
 /// What became of a clause.
@@ -80,6 +89,7 @@ pub const CLAUSES: &[(&str, Clause)] = &[
     ("read", moves::read),
     ("write", moves::write),
     ("both-ways", moves::both_ways),
+    ("large", traffic::large),
     ("empty", moves::empty),
     ("notify", moves::notify),
     ("notify-limits", moves::notify_limits),
@@ -92,6 +102,8 @@ pub const CLAUSES: &[(&str, Clause)] = &[
     ("queue", volume::queue),
     ("many-small", volume::many_small),
     ("threads", volume::threads),
+    ("registrations-under-traffic", traffic::registrations),
+    ("peers-under-traffic", traffic::peers),
 ];
 
 /// What became of the suite.

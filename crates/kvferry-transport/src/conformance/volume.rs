@@ -39,16 +39,22 @@ pub(super) fn queue(h: &mut dyn Harness) -> Result<Verdict, String> {
 
 /// Many small operations, a few at a time: each ends once, each is notified once, nothing is left behind.
 pub(super) fn many_small(h: &mut dyn Harness) -> Result<Verdict, String> {
-    const OPS: usize = 5000;
+    small(h, 5000, &mut |_| {}).map(|()| Verdict::Passed)
+}
+
+/// As many small operations as said; `watch` is told how many have ended.
+pub(super) fn small(h: &mut dyn Harness, count: usize, watch: &mut dyn FnMut(usize)) -> Result<(), String> {
     let sample = scattered(4, 16);
     let (mut pair, memory, peer) = Pair::ready(h, &sample, OpKind::Write, &mut Rng::new(31))?;
     let window = pair.near.capabilities().max_in_flight.min(64);
     let mut ends: BTreeMap<OpId, u32> = BTreeMap::new();
     let mut notices: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
     let start = Instant::now();
+    let patience = Duration::from_secs(60 + count as u64 / 500);
     let (mut submitted, mut ended) = (0, 0);
-    while ended < OPS || notices.len() < OPS {
-        while submitted < OPS && submitted - ended < window {
+    while ended < count || notices.len() < count {
+        watch(ended);
+        while submitted < count && submitted - ended < window {
             let payload = submitted.to_le_bytes();
             ends.insert(pair.submit(peer, OpKind::Write, &sample, Some(&payload))?, 0);
             submitted += 1;
@@ -66,11 +72,11 @@ pub(super) fn many_small(h: &mut dyn Harness) -> Result<Verdict, String> {
                 *notices.entry(payload).or_default() += 1;
             }
         }
-        ensure!(start.elapsed() < Duration::from_secs(60), "{ended} ends and {} notifications", notices.len());
+        ensure!(start.elapsed() < patience, "{ended} ends and {} notifications", notices.len());
     }
     pair.linger(h);
-    ensure!(ends.len() == OPS && ends.values().all(|n| *n == 1), "an operation did not end exactly once");
-    ensure!(notices.len() == OPS && notices.values().all(|n| *n == 1), "a notification was not told exactly once");
+    ensure!(ends.len() == count && ends.values().all(|n| *n == 1), "an operation did not end exactly once");
+    ensure!(notices.len() == count && notices.values().all(|n| *n == 1), "a notification was not told exactly once");
     let extra = pair.far_events.iter().chain(&pair.near_events).filter(|e| !matches!(e, Event::Connected { .. }));
     ensure!(extra.count() == 0, "events after the last");
     memory.check(&sample)?;
@@ -78,7 +84,7 @@ pub(super) fn many_small(h: &mut dyn Harness) -> Result<Verdict, String> {
     pair.near.disconnect(peer).map_err(|e| e.to_string())?;
     pair.near.deregister(kvferry_geometry::units::RegionId::new(0)).map_err(|e| e.to_string())?;
     ensure!(src.owners() == 1, "{} owners are left", src.owners());
-    Ok(Verdict::Passed)
+    Ok(())
 }
 
 /// Several endpoints, each on a thread of its own, write to one endpoint, which is on another.
