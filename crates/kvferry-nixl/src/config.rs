@@ -19,8 +19,10 @@ pub struct NixlConfig {
     /// UCX settings by their names without `UCX_`, as `("TLS", "rc,cuda")`. What the environment sets wins. Only for the plugin UCX, which
     /// gets them as `engine_config`, after those that make the lanes of one host fit for endpoints that handle errors.
     pub ucx: Vec<(String, String)>,
-    /// Threads of the plugin UCX for large requests (`num_threads`; vLLM uses 4). They only run while a request of 1,024
-    /// descriptors or more is under way, and spin then. Default: 0, all on the agent's own thread.
+    /// Threads of the plugin UCX for requests of 128 descriptors or more (`num_threads`; vLLM uses 4): they share the descriptors of a
+    /// request, spin while it is under way, and sleep otherwise. Each has its own connection to each peer. Default: 2, or 0 (all on the
+    /// agent's own thread) on a machine with one processor. Measured on two processors, 16 KiB blocks between processes: 2 move
+    /// 1.25 times what none does for the same processor time, 4 no more than 2.
     pub threads: usize,
     /// How the agent's thread waits.
     pub waiting: Waiting,
@@ -43,7 +45,8 @@ pub struct Waiting {
     pub spin: Duration,
     /// The longest pause while bytes of ours move or an answer is awaited. Default: 50 µs.
     pub busy: Duration,
-    /// The longest pause while peers' operations on our memory are open. Default: 200 µs.
+    /// The longest pause while peers' operations on our memory are open. Default: 500 µs. Lanes over sockets need this thread to send what
+    /// peers read; their buffers last that long.
     pub serving: Duration,
     /// The longest pause otherwise: how long a peer's first question to an idle endpoint may wait. Default: 2 ms.
     pub idle: Duration,
@@ -72,7 +75,7 @@ impl Default for Waiting {
         Self {
             spin: Duration::from_micros(50),
             busy: Duration::from_micros(50),
-            serving: Duration::from_micros(200),
+            serving: Duration::from_micros(500),
             idle: Duration::from_millis(2),
             resting: Duration::from_millis(20),
             library_thread: None,
@@ -88,12 +91,13 @@ impl Default for Cutting {
 
 impl Default for NixlConfig {
     fn default() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
             plugin: "UCX".to_owned(),
             params: Vec::new(),
             devices: Vec::new(),
             ucx: Vec::new(),
-            threads: 0,
+            threads: if cpus > 1 { 2 } else { 0 },
             waiting: Waiting::default(),
             cutting: Cutting::default(),
             silence: Duration::from_secs(10),
@@ -108,7 +112,15 @@ impl Default for NixlConfig {
 const UCX: [(&str, &str); 3] =
     [("POSIX_ERROR_HANDLING", "y"), ("CMA_ERROR_HANDLING", "y"), ("KEEPALIVE_INTERVAL", "1s")];
 
+/// Descriptors below which a request stays with one of UCX's threads.
+const SPLIT: usize = 128;
+
 impl NixlConfig {
+    /// Whether requests are shared among threads. NIXL gives such a one up at the first error of any, without waiting for the others.
+    pub(crate) fn shares_requests(&self) -> bool {
+        self.threads > 0 || self.params.iter().any(|(key, _)| key == "num_threads")
+    }
+
     pub(crate) fn is_ucx(&self) -> bool {
         self.plugin == "UCX"
     }
@@ -125,8 +137,8 @@ impl NixlConfig {
         if let Some(bad) = self.devices.iter().find(|d| !plain(d) || d.contains(',')) {
             return setting("devices", bad, "names of devices, one each");
         }
-        if !self.is_ucx() && (!self.ucx.is_empty() || self.threads > 0) {
-            return setting("ucx or threads", &self.plugin, "only with the plugin UCX");
+        if !self.is_ucx() && !self.ucx.is_empty() {
+            return setting("ucx", &self.plugin, "only with the plugin UCX");
         }
         if let Some(bad) = self.ucx.iter().find(|(k, v)| !plain(k) || k.contains(['=', ',']) || v.contains([',', '\0']))
         {
@@ -165,11 +177,14 @@ impl NixlConfig {
             let kept = ours.filter(|(k, _)| !self.ucx.iter().any(|(key, _)| key == k));
             let all: Vec<String> = kept.chain(self.ucx.iter().cloned()).map(|(k, v)| format!("{k}={v}")).collect();
             set("engine_config", all.join(","));
+            // Those of NIXL that know it free a connection whose peer has ended at once.
+            set("ucx_ep_close_force", "true".to_owned());
             if !self.devices.is_empty() {
                 set("device_list", self.devices.join(", "));
             }
             if self.threads > 0 {
                 set("num_threads", self.threads.to_string());
+                set("split_batch_size", SPLIT.to_string());
             }
         } else if !self.devices.is_empty() {
             set("device_list", self.devices.join(","));
@@ -196,7 +211,7 @@ mod tests {
             |c| c.cutting.outstanding = 0,
             |c| c.waiting.idle = Duration::ZERO,
             |c| c.silence = Duration::ZERO,
-            |c| (c.plugin, c.threads) = ("LIBFABRIC".to_owned(), 4),
+            |c| (c.plugin, c.ucx) = ("LIBFABRIC".to_owned(), vec![("TLS".to_owned(), "rc".to_owned())]),
         ];
         for change in bad {
             let mut config = NixlConfig::default();

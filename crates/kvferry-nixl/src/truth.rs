@@ -192,7 +192,8 @@ fn read(plugin: &str, lanes: &[UcxLane]) -> Lane {
         }
     }
     let all: Vec<String> = lanes.iter().map(|l| format!("{}/{}", l.transport, l.device)).collect();
-    let how = if by_messages { "by messages, in which the peer's thread takes part" } else { "one-sided" };
+    let alone = !by_messages && kind.0 != LaneKind::Stream;
+    let how = if alone { "one-sided" } else { "the peer's thread takes part" };
     let detail = format!("NIXL, plugin {plugin}; UCX's lanes to the peer: {}; {how}", all.join(" "));
     Lane { kind: kind.0, transports, detail, measured: None }
 }
@@ -256,7 +257,7 @@ mod tests {
     fn messages_stand_in_and_nothing_is_guessed() {
         let tcp = of(&["# lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255]  am am_bw#0"]);
         assert_eq!((tcp.kind, tcp.transports), (LaneKind::Stream, vec!["tcp".to_owned()]));
-        assert!(tcp.detail.contains("by messages"));
+        assert!(tcp.detail.contains("takes part"));
         assert_eq!(of(&[]).kind, LaneKind::Unknown);
         assert_eq!(of(&["# lane[0]:  2:new_thing/x.0 md[1] -> am"]).kind, LaneKind::Unknown);
         assert_eq!(UcxLane::parse("# rma_bw: mds [1]"), None);

@@ -4,30 +4,28 @@
 //! when something has arrived or ended, so somebody must look, and go on looking after `submit` returned. One thread that looks,
 //! without NIXL's own progress thread and without locks inside UCX, is the cheapest of the ways to do that.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::os::fd::AsFd as _;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use kvferry_transport::{EndpointId, Lane, LostCause, OpId, PeerId, Region, TransferError};
-use rustix::event::{PollFd, PollFlags, poll};
+use kvferry_transport::{EndpointId, LostCause, OpId, PeerId, Region, TransferError};
+use rustix::event::{PollFd, PollFlags};
 
-use crate::bell::Bell;
 use crate::config::NixlConfig;
 use crate::feed::Lists;
 use crate::frame::Frame;
-use crate::process::{Process, Watch};
 use crate::shared::{Command, Shared};
-use crate::sys::{Agent, Fail, Notifications};
-use crate::truth::{self, Ucx};
+use crate::sys::Fail;
 use flights::{Flight, Ghost};
 use guests::Guest;
+pub(crate) use net::Net;
 use ops::Op;
 use peers::Peer;
 
 mod flights;
 mod guests;
+mod net;
 mod ops;
 mod peers;
 
@@ -35,8 +33,6 @@ mod peers;
 const FIRST_NAP: Duration = Duration::from_micros(10);
 /// How often peers are looked after.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long an endpoint that was busy still looks often, so that nobody needs to ring.
-const AWAKE: Duration = Duration::from_micros(100);
 /// How long an operation that was told to stop may take; then it ends in doubt.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
 /// How long what was sent last may take to go out before the agent ends.
@@ -66,117 +62,6 @@ pub(crate) struct Worker {
     /// Questions that wait until the endpoint has taken notifications.
     deferred: VecDeque<(EndpointId, Vec<u8>)>,
     looked: Instant,
-}
-
-/// The agent and those that it can send to.
-pub(crate) struct Net {
-    pub(crate) agent: Agent,
-    pub(crate) notifications: Notifications,
-    pub(crate) process: Process,
-    /// What peers need to answer us.
-    pub(crate) metadata: Vec<u8>,
-    /// What tells which lanes are used.
-    pub(crate) ucx: Option<Ucx>,
-    pub(crate) bell: Option<Bell>,
-    remotes: HashMap<EndpointId, Remote>,
-    /// Those that something could not be sent to.
-    failing: Vec<EndpointId>,
-}
-
-/// Another agent that NIXL knows.
-struct Remote {
-    name: std::ffi::CString,
-    /// Connections and requests that need it.
-    users: usize,
-    /// UCX's handle for it, where it was found.
-    ucx: Option<usize>,
-    /// It is on this host, and our doorbell reaches it as far as is known.
-    rings: bool,
-    /// When we last heard of it, or rang.
-    touched: Option<Instant>,
-}
-
-impl Net {
-    pub(crate) fn new(
-        agent: Agent,
-        notifications: Notifications,
-        process: Process,
-        metadata: Vec<u8>,
-        ucx: Option<Ucx>,
-        bell: Option<Bell>,
-    ) -> Self {
-        Self { agent, notifications, process, metadata, ucx, bell, remotes: HashMap::new(), failing: Vec::new() }
-    }
-
-    /// Makes an agent known to NIXL, or more of its memory, for one more user.
-    fn load(&mut self, endpoint: EndpointId, watch: &Watch, metadata: &[u8]) -> Result<(), Fail> {
-        let endpoints = |ucx: &Option<Ucx>| ucx.as_ref().map_or(BTreeSet::new(), Ucx::endpoints);
-        let before = if self.remotes.contains_key(&endpoint) { BTreeSet::new() } else { endpoints(&self.ucx) };
-        self.agent.load(metadata)?;
-        if let Some(remote) = self.remotes.get_mut(&endpoint) {
-            remote.users += 1;
-        } else {
-            let ucx = endpoints(&self.ucx).difference(&before).next().copied();
-            let (name, rings) = (crate::lane::agent_name(endpoint), !matches!(watch, Watch::Elsewhere));
-            self.remotes.insert(endpoint, Remote { name, users: 1, ucx, rings, touched: None });
-        }
-        Ok(())
-    }
-
-    /// The lane to a remote that has answered.
-    fn lane(&self, config: &NixlConfig, endpoint: EndpointId) -> Lane {
-        truth::lane(config, self.ucx.as_ref(), self.remotes.get(&endpoint).and_then(|remote| remote.ucx))
-    }
-
-    /// One user more of a remote that has some.
-    fn retain(&mut self, endpoint: EndpointId) {
-        if let Some(remote) = self.remotes.get_mut(&endpoint) {
-            remote.users += 1;
-        }
-    }
-
-    /// One user less; without any, NIXL forgets the agent, so that nothing stale of it is ever used.
-    fn release(&mut self, endpoint: EndpointId) {
-        let Some(remote) = self.remotes.get_mut(&endpoint) else { return };
-        remote.users -= 1;
-        if remote.users == 0 {
-            // NIXL may have forgotten it by itself, when it lost it.
-            let _ = self.agent.forget(&remote.name);
-            self.remotes.remove(&endpoint);
-        }
-    }
-
-    /// Sends; who can't be reached is noted, and looked after soon.
-    fn send(&mut self, to: EndpointId, frame: &Frame<'_>) -> bool {
-        let remote = self.remotes.get_mut(&to);
-        let sent = remote.is_some_and(|remote| {
-            let sent = self.agent.notify(&remote.name, &frame.encode()).is_ok();
-            // Whoever was heard of just now looks again soon.
-            if let Some(bell) = self.bell.as_ref().filter(|_| sent && remote.rings)
-                && remote.touched.is_none_or(|at| at.elapsed() > AWAKE)
-            {
-                remote.rings = bell.ring(to);
-                remote.touched = Some(Instant::now());
-            }
-            sent
-        });
-        if !sent && !self.failing.contains(&to) {
-            self.failing.push(to);
-        }
-        sent
-    }
-
-    /// Something came from an endpoint.
-    fn touch(&mut self, from: EndpointId, now: Instant) {
-        if let Some(remote) = self.remotes.get_mut(&from) {
-            remote.touched = Some(now);
-        }
-    }
-
-    /// Whether all that may send to us ring.
-    fn all_ring(&self) -> bool {
-        self.bell.is_some() && !self.remotes.is_empty() && self.remotes.values().all(|r| r.rings)
-    }
 }
 
 impl Worker {
@@ -324,7 +209,7 @@ impl Worker {
         }
         self.looked = now;
         let mut did = false;
-        for endpoint in self.ended_processes() {
+        for endpoint in self.net.found_ended() {
             self.gone(endpoint, true);
             did = true;
         }
@@ -336,6 +221,7 @@ impl Worker {
         self.ping_peers(now);
         self.ping_guests(now);
         did |= self.give_up_draining(now);
+        self.net.bury(now);
         self.lay_ghosts(now);
         did
     }
@@ -356,8 +242,7 @@ impl Worker {
 
     /// Sleeps; whether somebody rang.
     fn sleep(&mut self, nap: Duration) -> bool {
-        let watches = self.peers.values().map(|p| &p.watch).chain(self.guests.values().map(|g| &g.watch));
-        let mut fds: Vec<PollFd<'_>> = watches.filter_map(watch_fd).collect();
+        let mut fds = self.net.watched();
         let watched = fds.len();
         fds.extend(self.net.bell.iter().map(|bell| PollFd::from_borrowed_fd(bell.fd(), PollFlags::IN)));
         self.shared.sleep(&mut fds, nap);
@@ -372,30 +257,22 @@ impl Worker {
         rung
     }
 
-    /// Endpoints in processes that have ended, or that have ended themselves in this one.
-    fn ended_processes(&self) -> Vec<EndpointId> {
-        let peers = self.peers.values().filter(|p| p.lost.is_none()).map(|p| (p.endpoint, &p.watch));
-        let all = peers.chain(self.guests.iter().map(|(endpoint, guest)| (*endpoint, &guest.watch)));
-        all.filter(|(endpoint, watch)| has_ended(*endpoint, watch)).map(|(endpoint, _)| endpoint).collect()
-    }
-
     /// Something could not be sent to an endpoint. If its process can be watched, then its end may be the cause, and shows a little
     /// later: the system takes a killed process's memory down before it says that it has ended.
     fn unreachable(&mut self, endpoint: EndpointId) {
-        let watch = self.peers.values().find(|p| p.endpoint == endpoint).map(|p| &p.watch);
-        match watch.or(self.guests.get(&endpoint).map(|g| &g.watch)) {
-            None => {}
-            Some(watch) if has_ended(endpoint, watch) => self.gone(endpoint, true),
-            Some(Watch::Elsewhere) => self.broken(endpoint),
-            Some(Watch::Here | Watch::Process(_)) => {
-                self.suspects.entry(endpoint).or_insert_with(|| Instant::now() + self.config.silence);
-            }
+        if self.net.has_ended(endpoint) {
+            self.gone(endpoint, true);
+        } else if self.net.is_watched(endpoint) {
+            self.suspects.entry(endpoint).or_insert_with(|| Instant::now() + self.config.silence);
+        } else {
+            self.broken(endpoint);
         }
     }
 
     /// The connection to an endpoint is broken.
     fn broken(&mut self, endpoint: EndpointId) {
         self.suspects.remove(&endpoint);
+        self.net.ended(endpoint);
         let cause =
             LostCause::Lane("NIXL can't reach it any more: its agent is gone or the network is broken".to_owned());
         for peer in self.peers_at(endpoint) {
@@ -408,6 +285,7 @@ impl Worker {
     /// An endpoint has ended, by its own word or, as one that is dead and can't hear us, by its process's end.
     fn gone(&mut self, endpoint: EndpointId, dead: bool) {
         self.suspects.remove(&endpoint);
+        self.net.ended(endpoint);
         for peer in self.peers_at(endpoint) {
             if let Some(peer) = self.peers.get_mut(&peer) {
                 peer.dead = dead;
@@ -424,27 +302,8 @@ impl Worker {
         for op in ops {
             self.stop(op, TransferError::Disconnected);
         }
-        let everybody: Vec<EndpointId> = self.net.remotes.keys().copied().collect();
-        for endpoint in everybody {
+        for endpoint in self.net.everybody() {
             self.net.send(endpoint, &Frame::Bye);
         }
-    }
-}
-
-fn watch_fd(watch: &Watch) -> Option<PollFd<'_>> {
-    match watch {
-        Watch::Process(fd) => Some(PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)),
-        Watch::Here | Watch::Elsewhere => None,
-    }
-}
-
-fn has_ended(endpoint: EndpointId, watch: &Watch) -> bool {
-    match watch {
-        Watch::Here => !crate::live::is_live(endpoint),
-        Watch::Process(fd) => {
-            let mut fds = [PollFd::new(fd, PollFlags::IN)];
-            poll(&mut fds, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
-        }
-        Watch::Elsewhere => false,
     }
 }

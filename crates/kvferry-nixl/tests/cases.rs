@@ -131,8 +131,8 @@ fn threads_of_the_plugin_and_cuts_and_telemetry() {
     assert_eq!((t.bytes, t.descriptors), (64 << 20, 2 * (8 << 10)));
     assert_eq!(t.requests, 2 * 5);
     assert!(t.moving > Duration::ZERO && t.posting > Duration::ZERO, "{t:?}");
-    // Cut inside a descriptor, too.
-    let (d, p) = pair(|c| c.cutting.request_bytes = 100_000);
+    // Cut inside a descriptor, too, and all on one thread.
+    let (d, p) = pair(|c| (c.threads, c.cutting.request_bytes) = (0, 100_000));
     let (d, _) = moved(d, p, 1 << 20, 1 << 19);
     assert_eq!((d.telemetry().requests, d.telemetry().moving), (2 * 11, Duration::ZERO));
 }
@@ -155,6 +155,34 @@ fn blobs_of_another_plugin_or_process_life_are_refused() {
     drop(p);
     let error = d.connect(&blob).unwrap_err().to_string();
     assert!(error.contains("has ended"), "{error}");
+}
+
+/// Notifications of agents that are no endpoints of ours are counted and otherwise nothing.
+#[test]
+fn foreign_notifications_are_dropped() {
+    if !has_nixl() {
+        return;
+    }
+    let mut t = endpoint();
+    t.register(Region::zeroed(4096).unwrap()).unwrap();
+    let lane = Blob::decode(&t.blob()).unwrap().lane;
+    // Version, process, the plugin's name with its length; then NIXL's metadata with its length.
+    let (len, rest) = lane[1 + 36 + 1 + 3..].split_first_chunk::<4>().unwrap();
+    let metadata = &rest[..u32::from_le_bytes(*len) as usize];
+    let stranger = nixl_sys::Agent::new("a stranger").unwrap();
+    let (_, params) = stranger.get_plugin_params("UCX").unwrap();
+    let _backend = stranger.create_backend("UCX", &params).unwrap();
+    let name = stranger.load_remote_md(metadata).unwrap();
+    for bytes in [&b"hello"[..], b"kvfN\x01", b"kvfN\x01\x02garbage"] {
+        stranger.send_notification(&name, bytes, None).unwrap();
+    }
+    let start = std::time::Instant::now();
+    while t.telemetry().foreign < 3 && start.elapsed() < Duration::from_secs(10) {
+        t.step(start.elapsed());
+        assert_eq!(t.next_event(), None);
+        t.wait(Some(Duration::from_millis(1)));
+    }
+    assert_eq!(t.telemetry().foreign, 3);
 }
 
 /// Eight endpoints on eight threads, each of which reads from the next and is read by the one before.

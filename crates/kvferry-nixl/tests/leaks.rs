@@ -23,6 +23,15 @@ fn counts() -> (usize, usize) {
     (entries("/proc/self/fd"), entries("/proc/self/task"))
 }
 
+/// Waits until as little is open as at first: what the threads do may still be under way.
+fn settled(first: (usize, usize), round: usize) {
+    let start = Instant::now();
+    while counts() > first || counts().1 > first.1 {
+        assert!(start.elapsed() < Duration::from_secs(5), "round {round}: {:?}, {first:?} at first", counts());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn rounds_leave_nothing_behind() {
     if !has_nixl() {
@@ -122,8 +131,7 @@ fn endpoints_come_and_go() {
             && round % 2 == 1
         {
             // UCX keeps a few things for the life of the process, not for each endpoint.
-            let now = counts();
-            assert!(now.0 <= first.0 + 2 && now.1 <= first.1 + 1, "round {round}: {now:?}, {first:?} at first");
+            settled((first.0 + 2, first.1), round);
             assert!(resident() < memory + (32 << 20), "round {round}: {} bytes, {memory} at first", resident());
         }
     }
@@ -137,7 +145,7 @@ fn connections_and_operations_come_and_go() {
     }
     let batch = reversed(LEN, 16 << 10);
     let mut flat = None;
-    for round in 0..60 {
+    for round in 0..200 {
         let peer = d.connect(&p.blob()).unwrap();
         let kind = if round % 2 == 0 { OpKind::Read } else { OpKind::Write };
         let op = d.submit(Submission { peer, kind, batch: batch.clone(), notify: None }).unwrap();
@@ -151,8 +159,8 @@ fn connections_and_operations_come_and_go() {
         if round == 20 {
             flat = Some((counts(), resident()));
         } else if let Some((first, memory)) = flat {
-            assert_eq!(counts(), first, "round {round}");
-            assert!(resident() < memory + (16 << 20), "round {round}: {} bytes, {memory} at first", resident());
+            settled(first, round);
+            assert!(resident() < memory + (8 << 20), "round {round}: {} bytes, {memory} at first", resident());
         }
     }
     d.deregister(RegionId::new(0)).unwrap();

@@ -190,6 +190,28 @@ fn both_ways() {
     assert!(peer.skipped.iter().all(|line| !line.starts_with("NOTE")), "{:?}", peer.skipped);
 }
 
+#[test]
+fn a_gibibyte() {
+    const LEN: usize = 1 << 30;
+    if !has_nixl() {
+        return;
+    }
+    let peer = PeerProcess::start(LEN);
+    let (mut d, ours) = (endpoint(), Region::zeroed(LEN).unwrap());
+    d.register(ours.clone()).unwrap();
+    let id = d.connect(&peer.blob).unwrap();
+    connected(&mut [&mut d], id);
+    let start = Instant::now();
+    let op = submit(&mut d, id, OpKind::Read, LEN, None);
+    assert_eq!(end_of(&mut [&mut d], op).done().unwrap().bytes.get(), LEN as u64);
+    println!("1 GiB in blocks of 16 KiB took {:?}", start.elapsed());
+    let mut part = vec![0; 1 << 20];
+    for at in (0..LEN as u64).step_by(1 << 20) {
+        ours.read(at, &mut part).unwrap();
+        assert!(part.iter().all(|b| *b == 0x5a), "at {at}");
+    }
+}
+
 /// The peer is killed while large reads or writes are under way.
 fn killed_in_the_middle(kind: OpKind, len: usize, delay: Duration) {
     let peer = PeerProcess::start(len);

@@ -83,7 +83,7 @@ impl Worker {
         let never = Trouble::Request;
         let op = self.ops.get_mut(&id).ok_or(never(Fail::NotFound))?;
         let peer = self.peers.get(&op.peer).ok_or(never(Fail::NotFound))?;
-        let remote = self.net.remotes.get(&peer.endpoint).ok_or(never(Fail::NotFound))?;
+        let remote = self.net.get(peer.endpoint).ok_or(never(Fail::NotFound))?;
         let map = Map { kind: op.kind, ours: &op.ours, theirs: &peer.places };
         let filled = op.feed.fill(&mut self.lists, &map, &self.config.cutting).map_err(never)?;
         let request =
@@ -134,8 +134,8 @@ impl Worker {
         if ended.is_ok() {
             self.count(&request, filled);
         }
-        // NIXL answers so without looking where it has dropped the peer by itself.
-        let proven = ended != Err(Fail::NotFound);
+        // NIXL answers "not found" without looking where it has dropped the peer by itself.
+        let proven = ended.is_ok() || (ended != Err(Fail::NotFound) && !self.config.shares_requests());
         if !proven {
             self.ghosts.push(Ghost { endpoint, _held: held.clone(), forgotten: None });
         }
@@ -184,7 +184,7 @@ impl Worker {
     /// Forgets the memory of requests whose connections NIXL has closed.
     pub(super) fn lay_ghosts(&mut self, now: Instant) {
         for ghost in &mut self.ghosts {
-            if ghost.forgotten.is_none() && !self.net.remotes.contains_key(&ghost.endpoint) {
+            if ghost.forgotten.is_none() && self.net.get(ghost.endpoint).is_none() {
                 ghost.forgotten = Some(now);
             }
         }

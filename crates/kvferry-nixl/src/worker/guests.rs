@@ -8,7 +8,7 @@ use kvferry_transport::{EndpointId, Event};
 use super::Worker;
 use crate::frame::Frame;
 use crate::lane::{agent_name, agent_of};
-use crate::process::{Process, Watch};
+use crate::process::Process;
 use crate::shared::Told;
 
 /// Notifications that the endpoint may leave untaken before no more operations are let in.
@@ -16,7 +16,6 @@ const MAX_UNTAKEN: usize = 4096;
 
 /// One endpoint that is connected to us.
 pub(super) struct Guest {
-    pub(super) watch: Watch,
     /// Its latest connection.
     connection: u64,
     /// It gave the connection up, and is forgotten when its operations have ended.
@@ -39,12 +38,15 @@ impl Worker {
             let Ok(watch) = process.watch(&self.net.process) else { return };
             // Who is not known can't be answered: it will give up by itself.
             let known = agent_of(metadata) == Some(agent_name(from).as_bytes());
-            if !known || self.guests.len() >= self.config.max_guests || self.net.load(from, &watch, metadata).is_err() {
+            if !known
+                || self.guests.len() >= self.config.max_guests
+                || self.net.load(from, watch, metadata, false).is_err()
+            {
                 self.shared.telemetry().foreign += 1;
                 return;
             }
             let now = Instant::now();
-            self.guests.insert(from, Guest { watch, connection, leaving: false, open: 0, heard: now, pinged: now });
+            self.guests.insert(from, Guest { connection, leaving: false, open: 0, heard: now, pinged: now });
         }
         self.net.send(from, &Frame::Welcome { connection });
     }

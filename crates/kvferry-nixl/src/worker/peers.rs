@@ -12,7 +12,6 @@ use super::Worker;
 use super::ops::Stage;
 use crate::frame::{Bad, Frame};
 use crate::lane::Place;
-use crate::process::Watch;
 use crate::shared::{NewPeer, Told};
 
 /// Operations that one peer is asked about and that have not ended.
@@ -21,7 +20,6 @@ const MAX_BEGUN: usize = 1024;
 /// One connection.
 pub(super) struct Peer {
     pub(super) endpoint: EndpointId,
-    pub(super) watch: Watch,
     pub(super) generation: u64,
     pub(super) places: Arc<[(RegionId, Place)]>,
     /// It has answered.
@@ -63,11 +61,10 @@ impl Peer {
 impl Worker {
     pub(super) fn connect(&mut self, new: NewPeer) {
         let NewPeer { peer: id, endpoint, generation, watch, metadata, places } = new;
-        let loaded = self.net.load(endpoint, &watch, &metadata);
+        let loaded = self.net.load(endpoint, watch, &metadata, true);
         let now = Instant::now();
         let peer = Peer {
             endpoint,
-            watch,
             generation,
             places: places.into(),
             up: false,
