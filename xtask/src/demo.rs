@@ -21,13 +21,13 @@ mod scenario;
 mod sweep;
 
 pub(crate) use args::Args;
-use args::Wire;
 use crew::Crew;
 use link::{Answer, Order};
 pub(crate) use rank::{RankArgs, run as run_rank};
 use report::{Round, Summary};
 use scenario::{Engines, Role, Scenario};
 
+use crate::backends::{self, Wire};
 use crate::show;
 
 /// How long all ranks may take to fill their memory and join.
@@ -36,6 +36,8 @@ const JOIN: Duration = Duration::from_secs(300);
 const DEADLINE: Duration = Duration::from_secs(300);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    check_transports(args)?;
+    backends::ensure(&[args.wires(Role::Prefill), args.wires(Role::Decode)])?;
     if args.all {
         return sweep::run(args);
     }
@@ -63,9 +65,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(states) = scenario.states() {
         say(states);
     }
-    if args.transport == Wire::Mem {
-        say("transport mem: all ranks are threads of this process".into());
-    }
+    let (ours, theirs) = (args.wires(Role::Prefill), args.wires(Role::Decode));
+    say(match ours {
+        _ if ours.has(Wire::Mem) => "transport mem: all ranks are threads of this process".into(),
+        _ if ours == theirs => format!("transport {ours}"),
+        _ => format!("transport {ours} at the prefill ranks, {theirs} at the decode ranks"),
+    });
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let summary = runtime.block_on(async {
         let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -84,6 +89,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         summary.print();
     }
     Ok(if summary.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Whether the engines have a transport in common, before anything is built or started.
+fn check_transports(args: &Args) -> anyhow::Result<()> {
+    let (prefill, decode) = (args.wires(Role::Prefill), args.wires(Role::Decode));
+    if !prefill.iter().any(|w| decode.has(w)) {
+        bail!("prefill ranks have {prefill} and decode ranks {decode}: name one that both have");
+    }
+    Ok(())
 }
 
 /// Whether the machine is large enough.

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod backends;
 mod blocks;
 mod cargo;
 mod check;
@@ -19,6 +20,7 @@ mod lint;
 mod mutants;
 mod native;
 mod plan;
+mod preflight;
 mod show;
 mod test;
 
@@ -34,6 +36,11 @@ enum Command {
     Test(test::Args),
     /// Fetch what the NIXL backend is built with and runs on, and print the environment for it
     Native(native::Args),
+    /// Say which lane a transport takes to a peer, how good it is, and whether it is good enough
+    Preflight(preflight::Args),
+    /// The other side of a preflight
+    #[command(hide = true)]
+    PreflightTarget(preflight::TargetArgs),
     /// Run every check that isn't a test: format, clippy, docs, layers, wasm
     Lint(lint::Args),
     /// Check which crate depends on which, and what must be absent
@@ -54,6 +61,8 @@ fn main() -> ExitCode {
         Command::DemoRank(args) => demo::run_rank(&args),
         Command::Test(args) => test::run(args),
         Command::Native(args) => native::run(args),
+        Command::Preflight(args) => preflight::run(&args),
+        Command::PreflightTarget(args) => preflight::run_target(&args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
         Command::Mutants(args) => mutants::run(args),

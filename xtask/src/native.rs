@@ -44,12 +44,15 @@ pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
 pub(crate) fn prepare() -> Result<Native, NativeError> {
     let metadata = MetadataCommand::new().no_deps().exec().map_err(|e| NativeError::Folder(e.to_string()))?;
     let folder = metadata.target_directory.join("native").into_std_path_buf();
+    if folder.display().to_string().contains(':') {
+        return Err(NativeError::Folder(format!("{} has a colon, which no search path can have", folder.display())));
+    }
     let own = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty() && !Path::new(v).starts_with(&folder));
 
     let mut native = Native::default();
     if own("LIBCLANG_PATH").is_none() {
         let libclang = wheel::fetch(&LIBCLANG, &folder)?;
-        native.set("LIBCLANG_PATH", libclang.join("libclang-18.1.1.data/platlib/clang/native"));
+        native.set("LIBCLANG_PATH", LIBCLANG.libraries(&libclang));
         // The wheel has no headers of the compiler's own, such as stddef.h.
         if let (None, Some(include)) = (own("BINDGEN_EXTRA_CLANG_ARGS"), compiler_headers()) {
             native.vars.push(("BINDGEN_EXTRA_CLANG_ARGS", format!("-I{include}")));
@@ -57,7 +60,7 @@ pub(crate) fn prepare() -> Result<Native, NativeError> {
     }
     if own("NIXL_PLUGIN_DIR").is_none() {
         let nixl = wheel::fetch(&NIXL, &folder)?;
-        let libraries = nixl.join(".nixl_cu12.mesonpy.libs");
+        let libraries = NIXL.libraries(&nixl);
         native.set("NIXL_PLUGIN_DIR", libraries.join("plugins"));
         let given = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
         let dirs = [libraries, nixl.join("nixl_cu12.libs")];

@@ -1,6 +1,7 @@
 //! The demo as users run it, on small caches: the shapes it promises, and what it leaves behind when it is stopped.
 #![allow(clippy::unwrap_used, reason = "a test whose process cannot be started has failed")]
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -29,11 +30,17 @@ fn proven(args: &str) -> serde_json::Value {
     summary
 }
 
-#[test]
-fn every_promised_shape_is_proven() {
+/// The lanes that carried the pairs' bytes, each once.
+fn lanes(summary: &serde_json::Value) -> BTreeSet<String> {
+    let pairs = summary["pairs"].as_array().unwrap();
+    pairs.iter().map(|p| p["lane"].as_str().unwrap().to_lowercase()).collect()
+}
+
+/// Shapes, and the bytes that two requests move in each.
+fn promised_shapes() -> Vec<(String, u64)> {
     let llama = "--layers 2 --tokens 200";
     let kv = 2 * 200 * 2 * 4096;
-    for (args, bytes) in [
+    vec![
         (llama.to_string(), kv),
         (format!("{llama} --decode tp=8"), kv),
         (format!("{llama} --prefill tp=6 --decode tp=4"), kv),
@@ -45,7 +52,6 @@ fn every_promised_shape_is_proven() {
         (format!("{llama} --prefill-layout hnd --decode-layout nhd"), kv),
         (format!("{llama} --prefill-layout packed-rows --decode-layout planes"), kv),
         (format!("{llama} --prefix-hit 37"), kv / 200 * (200 - 37)),
-        (format!("{llama} --transport mem"), kv),
         (format!("{llama} --prefill tp=2 --decode tp=4 --prefill-layout nhd --pool 8MiB --way source"), kv),
         // Four heads on eight ranks: each is held twice and read once.
         ("--model qwen3-235b-a22b --layers 2 --tokens 100 --prefill tp=8 --decode tp=4".into(), 2 * 100 * 2 * 2048),
@@ -64,8 +70,91 @@ fn every_promised_shape_is_proven() {
             "--model gemma-3-27b-it --layers 6 --tokens 1500 --prefill tp=4 --decode tp=2".into(),
             2 * (5 * 1023 + 1500) * 8192,
         ),
-    ] {
-        assert_eq!(proven(&args)["bytes"].as_u64(), Some(bytes), "{args}");
+    ]
+}
+
+/// Hybrids of three kinds: delta nets, Mamba 1 in some layers, Mamba 2 beside attention.
+const HYBRIDS: [&str; 3] = [
+    "--model qwen3-next-80b-a3b --layers 4 --tokens 200 --prefill tp=2,pp=2 --decode tp=4",
+    "--model jamba-v0.1 --layers 5 --tokens 200 --prefill tp=4 --decode tp=2 --prefix-hit 200",
+    "--model falcon-h1-0.5b --layers 2 --tokens 200 --prefill tp=2 --decode tp=1",
+];
+
+#[test]
+fn every_promised_shape_is_proven() {
+    for (args, bytes) in promised_shapes() {
+        let summary = proven(&args);
+        assert_eq!(summary["bytes"].as_u64(), Some(bytes), "{args}");
+        assert!(lanes(&summary).iter().all(|l| l.contains("shm")), "{args}: {:?}", lanes(&summary));
+    }
+    let summary = proven("--layers 2 --tokens 200 --transport mem");
+    assert!(lanes(&summary).iter().all(|l| l.contains("in-process")), "{:?}", lanes(&summary));
+}
+
+/// Why `backend` can't be tested here, if so.
+fn missing(backend: &str) -> Option<String> {
+    let built = match backend {
+        "ucx" => cfg!(feature = "ucx"),
+        _ => cfg!(feature = "nixl"),
+    };
+    if !built {
+        return Some(format!("xtask is built without its feature {backend}"));
+    }
+    #[cfg(feature = "nixl")]
+    if backend == "nixl" {
+        return kvferry_nixl::available().err().map(|e| e.to_string());
+    }
+    None
+}
+
+/// Every promised shape and three hybrids, with ranks that have nothing else to move bytes with.
+fn proven_over(backend: &str) {
+    if let Some(why) = missing(backend) {
+        return kvferry_tests::skip(backend, &why);
+    }
+    let shapes = promised_shapes().into_iter().map(|(args, bytes)| (args, Some(bytes)));
+    for (args, bytes) in shapes.chain(HYBRIDS.map(|args| (args.to_owned(), None))) {
+        let args = format!("{args} --transport {backend}");
+        let summary = proven(&args);
+        assert!(bytes.is_none_or(|b| summary["bytes"].as_u64() == Some(b)), "{args}: {}", summary["bytes"]);
+        let lanes = lanes(&summary);
+        assert!(lanes.iter().all(|l| l.contains(words_of(backend)) && !l.starts_with("unknown")), "{args}: {lanes:?}");
+    }
+}
+
+/// What lanes of a backend are told with.
+fn words_of(backend: &str) -> &str {
+    if backend == "ucx" { "rail 0: transfers by" } else { backend }
+}
+
+#[test]
+fn ucx_moves_every_promised_shape() {
+    proven_over("ucx");
+}
+
+#[test]
+fn nixl_moves_every_promised_shape() {
+    proven_over("nixl");
+}
+
+/// The first of the reader's that the other has too, whichever of them has more.
+#[test]
+fn ranks_with_different_backends_meet_over_what_both_have() {
+    let mut cases = vec![("shm", "shm", "shm")];
+    match missing("ucx") {
+        Some(why) => return kvferry_tests::skip("ucx", &why),
+        None => cases.extend([("ucx,shm", "shm", "shm"), ("ucx", "shm,ucx", "ucx"), ("shm,ucx", "ucx,shm", "ucx")]),
+    }
+    match missing("nixl") {
+        Some(why) => kvferry_tests::skip("nixl", &why),
+        None => {
+            cases.extend([("ucx", "nixl,ucx", "ucx"), ("nixl,ucx", "nixl,ucx", "nixl"), ("nixl,ucx", "ucx", "ucx")])
+        }
+    }
+    for (prefill, decode, taken) in cases {
+        let args = format!("--layers 2 --tokens 200 --prefill-transport {prefill} --decode-transport {decode}");
+        let lanes = lanes(&proven(&args));
+        assert!(lanes.iter().all(|l| l.contains(words_of(taken))), "{args}: {lanes:?}");
     }
 }
 
@@ -81,6 +170,8 @@ fn what_cannot_work_is_refused_before_anything_starts() {
         ),
         ("--model no-such-model", "no-such-model"),
         ("--prefill tp=0", "tp"),
+        ("--transport tcp", "the transports are shm, mem, ucx and nixl"),
+        ("--prefill-transport shm --decode-transport ucx", "prefill ranks have shm and decode ranks ucx"),
     ] {
         let output = demo(args).output().unwrap();
         assert!(!output.status.success() && text(&output).contains(expected), "{args}:\n{}", text(&output));

@@ -7,26 +7,11 @@ use kvferry_geometry::layout::{LayoutStyle, StateOrder};
 use kvferry_geometry::units::Bytes;
 use kvferry_models::layout_named;
 
+use crate::backends::{BackendArgs, Wire, Wires};
 use crate::engine::{IgnoreArgs, ModelArgs, Named};
 use crate::show;
 
-/// How bytes move.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum Wire {
-    /// Shared memory between processes, one for each rank.
-    Shm,
-    /// Memory of one process; ranks are threads.
-    Mem,
-}
-
-impl Wire {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Shm => "shm",
-            Self::Mem => "mem",
-        }
-    }
-}
+use super::scenario::Role;
 
 /// Which way a decode rank's reads go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -108,9 +93,17 @@ pub(crate) struct Args {
     pub(crate) way: Way,
     #[command(flatten)]
     pub(crate) ignore: IgnoreArgs,
-    /// How bytes move
-    #[arg(long, value_enum, default_value_t = Wire::Shm)]
-    pub(crate) transport: Wire,
+    /// How bytes move: shm, mem (one process), ucx, nixl, or several in order of preference, such as nixl,ucx
+    #[arg(long, default_value_t = Wire::Shm.into(), value_name = "LIST")]
+    pub(crate) transport: Wires,
+    /// What the prefill engine's ranks have [default: --transport]
+    #[arg(long, value_name = "LIST")]
+    pub(crate) prefill_transport: Option<Wires>,
+    /// What the decode engine's ranks have
+    #[arg(long, value_name = "LIST")]
+    pub(crate) decode_transport: Option<Wires>,
+    #[command(flatten)]
+    pub(crate) backends: BackendArgs,
     /// One JSON object instead of text
     #[arg(long)]
     pub(crate) json: bool,
@@ -154,6 +147,15 @@ impl FromStr for Layout {
 }
 
 impl Args {
+    /// What the ranks of an engine have.
+    pub(crate) fn wires(&self, role: Role) -> &Wires {
+        let own = match role {
+            Role::Prefill => self.prefill_transport.as_ref(),
+            Role::Decode => self.decode_transport.as_ref(),
+        };
+        own.unwrap_or(&self.transport)
+    }
+
     /// The arguments that say the same again, for a rank process.
     pub(crate) fn again(&self) -> Vec<String> {
         let mut out = self.model.again();
@@ -167,8 +169,11 @@ impl Args {
             format!("--decode-checkpoints={}", self.decode_checkpoints),
             format!("--pool={}", self.pool),
             format!("--way={}", self.way.name()),
-            format!("--transport={}", self.transport.name()),
+            format!("--transport={}", self.transport),
         ]);
+        out.extend(self.prefill_transport.as_ref().map(|w| format!("--prefill-transport={w}")));
+        out.extend(self.decode_transport.as_ref().map(|w| format!("--decode-transport={w}")));
+        out.extend(self.backends.again());
         out.extend(self.prefill_block.map(|n| format!("--prefill-block={n}")));
         out.extend(self.decode_block.map(|n| format!("--decode-block={n}")));
         out.extend(self.prefill_layout.as_ref().map(|l| format!("--prefill-layout={}", l.text)));
@@ -220,7 +225,10 @@ mod tests {
             "--way=destination",
             "--ignore-source-only",
             "--ignore-destination-only",
-            "--transport=mem",
+            "--transport=ucx",
+            "--prefill-transport=ucx,shm",
+            "--decode-transport=nixl,ucx",
+            "--rails=2",
         ];
         for line in [&all[..], &[]] {
             let first = parse(line);

@@ -10,10 +10,11 @@ use anyhow::{Context as _, bail};
 use kvferry_geometry::units::RankId;
 use kvferry_transport::mem::MemNetwork;
 
-use super::args::{Args, Wire};
+use super::args::Args;
 use super::link::{Answer, Link, Order};
 use super::rank::{self, RankArgs};
 use super::scenario::{Role, Scenario};
+use crate::backends::{THIS_PROGRAM, Wire};
 
 /// One rank, seen from the demo.
 struct Member {
@@ -39,22 +40,21 @@ impl Crew {
             let engine = scenario.engine(role);
             for rank in engine.ranks() {
                 let (ours, theirs) = UnixStream::pair()?;
-                let process = match args.transport {
-                    Wire::Shm => Some(spawn(args, role, rank, socket, theirs)?),
-                    Wire::Mem => {
-                        let (scenario, socket) = (Arc::clone(scenario), socket.to_owned());
-                        let transport = Box::new(network.endpoint()?);
-                        let serve = move || rank::serve(&scenario, role, rank, &socket, theirs, transport, Wire::Mem);
-                        let label = engine.label(rank);
-                        // Its end is heard on the line.
-                        let thread = std::thread::Builder::new().name(label).spawn(move || {
-                            if let Err(error) = serve() {
-                                eprintln!("a rank ended: {error:#}");
-                            }
-                        })?;
-                        drop(thread);
-                        None
-                    }
+                let process = if args.wires(role).has(Wire::Mem) {
+                    let (scenario, socket) = (Arc::clone(scenario), socket.to_owned());
+                    let transport = Box::new(network.endpoint()?);
+                    let serve = move || rank::serve(&scenario, role, rank, &socket, theirs, transport);
+                    let label = engine.label(rank);
+                    // Its end is heard on the line.
+                    let thread = std::thread::Builder::new().name(label).spawn(move || {
+                        if let Err(error) = serve() {
+                            eprintln!("a rank ended: {error:#}");
+                        }
+                    })?;
+                    drop(thread);
+                    None
+                } else {
+                    Some(spawn(args, role, rank, socket, theirs)?)
                 };
                 crew.members.push(Member { role, label: engine.label(rank), link: Link::new(ours)?, process });
             }
@@ -99,8 +99,7 @@ impl Drop for Crew {
 }
 
 fn spawn(args: &Args, role: Role, rank: RankId, socket: &Path, line: UnixStream) -> anyhow::Result<Child> {
-    let program = std::env::current_exe().context("cannot find this program to start ranks")?;
-    Command::new(program)
+    Command::new(THIS_PROGRAM)
         .args(RankArgs::line(role, rank, socket, args))
         .stdin(Stdio::from(OwnedFd::from(line)))
         .stdout(Stdio::null())

@@ -10,14 +10,15 @@ use kvferry::{EngineId, Region, Transport, Worker};
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_memory::guard::Guarded;
 use kvferry_memory::{BufferOptions, HostBuffer, SharedBuffer};
-use kvferry_shm::{Config, ShmTransport};
+use kvferry_shm::Config;
 use rustix::process::{Signal, set_parent_process_death_signal};
 
-use super::args::{Args, Wire};
+use super::args::Args;
 use super::baseline::Baseline;
 use super::image::{self, Verdict};
 use super::link::{Answer, Link, Order};
 use super::scenario::{Role, Scenario};
+use crate::backends::Wire;
 
 /// Bytes on either side of every region that nothing may touch.
 const BAND: u64 = 4096;
@@ -56,8 +57,11 @@ pub(crate) fn run(args: &RankArgs) -> anyhow::Result<ExitCode> {
     use std::os::fd::AsFd as _;
     let line = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let scenario = Scenario::new(&args.demo)?;
-    let transport: Box<dyn Transport> = Box::new(ShmTransport::new(Config::default())?);
-    serve(&scenario, args.role, RankId::new(args.rank), &args.socket, line, transport, Wire::Shm)?;
+    // Failing here is told on the line, as is all that follows.
+    match args.demo.backends.open(args.demo.wires(args.role)) {
+        Ok(opened) => serve(&scenario, args.role, RankId::new(args.rank), &args.socket, line, opened.transport)?,
+        Err(error) => Link::new(line)?.say(&Answer::Failed(format!("{error:#}")))?,
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -69,10 +73,9 @@ pub(crate) fn serve(
     owner: &Path,
     line: UnixStream,
     transport: Box<dyn Transport>,
-    wire: Wire,
 ) -> anyhow::Result<()> {
     let mut link = Link::new(line)?;
-    if let Err(error) = obey(scenario, role, rank, owner, &mut link, transport, wire) {
+    if let Err(error) = obey(scenario, role, rank, owner, &mut link, transport) {
         link.say(&Answer::Failed(format!("{error:#}")))?;
     }
     Ok(())
@@ -85,10 +88,10 @@ fn obey(
     owner: &Path,
     link: &mut Link,
     transport: Box<dyn Transport>,
-    wire: Wire,
 ) -> anyhow::Result<()> {
     let engine = scenario.engine(role);
-    let guarded = memory(&engine.manifest.region_lens(rank), &engine.label(rank), wire)?;
+    let is_shared = scenario.wires(role).has(Wire::Shm);
+    let guarded = memory(&engine.manifest.region_lens(rank), &engine.label(rank), is_shared)?;
     let regions: Vec<Region> = guarded.iter().map(|g| g.inner().clone()).collect();
     image::fill(scenario, role, rank, &regions)?;
     let described = engine.manifest.rank(rank).context("no such rank")?.clone();
@@ -126,14 +129,16 @@ pub(crate) fn engine_id(role: Role) -> anyhow::Result<EngineId> {
     Ok(EngineId::new(&format!("demo-{}", role.name()))?)
 }
 
-fn memory(lens: &[Bytes], label: &str, wire: Wire) -> anyhow::Result<Vec<Guarded>> {
+/// Memory as engines have it, except where other processes are to map it.
+fn memory(lens: &[Bytes], label: &str, is_shared: bool) -> anyhow::Result<Vec<Guarded>> {
     let one = |&len: &Bytes| {
         let whole = len.checked_add(Bytes::new(2 * BAND)).context("a region of more than 2^64 bytes")?;
         // Filling touches every page.
         let options = BufferOptions::default();
-        let region = match wire {
-            Wire::Shm => SharedBuffer::new(&format!("kvferry {label}"), whole, options)?.region(),
-            Wire::Mem => HostBuffer::new(whole, options)?.region(),
+        let region = if is_shared {
+            SharedBuffer::new(&format!("kvferry {label}"), whole, options)?.region()
+        } else {
+            HostBuffer::new(whole, options)?.region()
         };
         Guarded::new(region, usize::try_from(BAND)?).context("no room for guard bands")
     };

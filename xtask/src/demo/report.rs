@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::args::Args;
 use super::image::Verdict;
-use super::scenario::Scenario;
+use super::scenario::{Role, Scenario};
 use crate::show;
 
 /// The most rank pairs that are listed as text.
@@ -23,6 +23,8 @@ pub(crate) struct PairLine {
     pub(crate) descriptors_after: u64,
     /// How many of the requests' reads were staged.
     pub(crate) staged: u32,
+    /// What really carried them.
+    pub(crate) lane: String,
 }
 
 /// One round of all requests.
@@ -48,7 +50,8 @@ pub(crate) struct Summary {
     pub(crate) model: String,
     pub(crate) prefill: String,
     pub(crate) decode: String,
-    pub(crate) transport: &'static str,
+    pub(crate) prefill_transport: String,
+    pub(crate) decode_transport: String,
     pub(crate) requests: u32,
     pub(crate) tokens: u64,
     /// What is said of states; null where the model has none.
@@ -79,7 +82,8 @@ impl Summary {
             model: scenario.model.clone(),
             prefill: args.prefill.to_string(),
             decode: args.decode.to_string(),
-            transport: args.transport.name(),
+            prefill_transport: args.wires(Role::Prefill).to_string(),
+            decode_transport: args.wires(Role::Decode).to_string(),
             requests: args.requests,
             tokens: args.tokens,
             states: scenario.states(),
@@ -112,6 +116,7 @@ impl Summary {
                     descriptors_before: 0,
                     descriptors_after: 0,
                     staged: 0,
+                    lane: p.lane.clone(),
                 });
                 self.pairs.len() - 1
             });
@@ -121,6 +126,9 @@ impl Summary {
             line.descriptors_before += p.descriptors_before;
             line.descriptors_after += p.descriptors_after;
             line.staged += u32::from(p.place != Place::Direct);
+            if line.lane != p.lane && !line.lane.split("; ").any(|l| l == p.lane) {
+                line.lane = format!("{}; {}", line.lane, p.lane);
+            }
             self.bytes += p.bytes.get();
         }
     }
@@ -143,17 +151,29 @@ impl Summary {
     pub(crate) fn print(&self) {
         // Said only where there is staging memory.
         let staged = self.pairs.iter().any(|p| p.staged > 0);
+        let mut lanes: Vec<&str> = self.pairs.iter().map(|p| p.lane.as_str()).collect();
+        lanes.sort_unstable();
+        lanes.dedup();
         let row = |p: &PairLine| {
             let counts = [p.rows, p.descriptors_before, p.descriptors_after].map(show::count);
             let staged = staged.then(|| format!("{} of {}", p.staged, self.requests));
-            [p.dst.clone(), p.src.clone(), show::size(p.bytes)].into_iter().chain(counts).chain(staged).collect()
+            let first = [p.dst.clone(), p.src.clone(), show::size(p.bytes)];
+            let lane =
+                (lanes.len() > 1).then(|| lanes.iter().position(|l| *l == p.lane).map_or(0, |at| at + 1).to_string());
+            first.into_iter().chain(counts).chain(staged).chain(lane).collect()
         };
         let rows: Vec<Vec<String>> = self.pairs.iter().take(MOST_PAIRS).map(row).collect();
-        let headings = ["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing", "staged"];
-        let headings = &headings[..if staged { 7 } else { 6 }];
-        println!("\n{}", show::table("", headings, &rows).trim_end());
+        let mut headings = vec!["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing"];
+        headings.extend(staged.then_some("staged"));
+        headings.extend((lanes.len() > 1).then_some("lane"));
+        println!("\n{}", show::table("", &headings, &rows).trim_end());
         if self.pairs.len() > MOST_PAIRS {
             println!("... and {} pairs more (--json lists all)", self.pairs.len() - MOST_PAIRS);
+        }
+        for (number, lane) in (1..).zip(&lanes) {
+            let pairs = self.pairs.iter().filter(|p| p.lane == **lane).count();
+            let name = if lanes.len() > 1 { format!("lane {number}") } else { "lane".to_owned() };
+            println!("{name} of {}: {lane}", show::number_of(pairs, "rank pair"));
         }
         let sum = |f: fn(&PairLine) -> u64| self.pairs.iter().map(f).sum::<u64>();
         println!(

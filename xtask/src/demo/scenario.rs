@@ -14,6 +14,7 @@ use kvferry_models::{EngineDescription, Grouping};
 use kvferry_transport::conformance::sample::Rng;
 
 use super::args::{self, Args, Layout};
+use crate::backends::Wires;
 use crate::blocks::{self, Ask, Free, GroupBlocks, Room};
 use crate::engine::Named;
 use crate::show;
@@ -128,6 +129,11 @@ impl Scenario {
         let requests = src.into_iter().zip(dst).map(|(src, dst)| Blocks { src, dst }).collect();
         let (cached, more) = (args.prefix_hit, args.decode_checkpoints);
         Ok(Self { model, prefill, decode, ask, cached, more, requests, args: args.clone() })
+    }
+
+    /// What the ranks of an engine move bytes with.
+    pub(crate) fn wires(&self, role: Role) -> &Wires {
+        self.args.wires(role)
     }
 
     /// How a rank stages: what it reads, or what is read from it.

@@ -7,6 +7,7 @@ use kvferry_models::{Model, preset_names};
 use serde_json::Value;
 
 use super::args::Args;
+use crate::backends::THIS_PROGRAM;
 use crate::engine::Named;
 use crate::show;
 
@@ -60,9 +61,9 @@ fn stages(engine: &Named) -> u32 {
 
 /// One demo in a process of its own: whether all is right, and what is to be said.
 fn demo(args: &Args) -> anyhow::Result<(bool, String)> {
-    let program = std::env::current_exe().context("cannot find this program to start demos")?;
     let line = std::iter::once("demo".to_owned()).chain(args.again()).chain(["--json".to_owned()]);
-    let output = Command::new(program).args(line).stderr(Stdio::piped()).output().context("cannot start a demo")?;
+    let output =
+        Command::new(THIS_PROGRAM).args(line).stderr(Stdio::piped()).output().context("cannot start a demo")?;
     let Ok(value) = serde_json::from_slice::<Value>(&output.stdout) else {
         return Ok((false, String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")));
     };

@@ -21,7 +21,10 @@ const CLOCKS: &[(&str, &str)] = &[
     ("crates/kvferry-shm/src/", "threads of the backend's own, and a drop, can't be told the time"),
     ("crates/kvferry-ucx/src/", "threads of the backend's own can't be told the time"),
     ("crates/kvferry-nixl/src/", "threads of the backend's own can't be told the time"),
-    ("crates/kvferry-transport/src/negotiate/wake.rs", "a wait that a signal interrupts goes on for what is left of it"),
+    (
+        "crates/kvferry-transport/src/negotiate/wake.rs",
+        "a wait that a signal interrupts goes on for what is left of it",
+    ),
     ("crates/kvferry-transport/src/conformance/", "a suite of tests: how long it waits for a backend is real time"),
 ];
 

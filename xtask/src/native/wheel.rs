@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
 
@@ -11,6 +12,8 @@ use sha2::{Digest as _, Sha256};
 pub(super) struct Wheel {
     package: &'static str,
     version: &'static str,
+    /// Where the library is in it.
+    library: &'static str,
     files: &'static [File],
 }
 
@@ -27,6 +30,7 @@ struct File {
 pub(super) const LIBCLANG: Wheel = Wheel {
     package: "libclang",
     version: "18.1.1",
+    library: "libclang-18.1.1.data/platlib/clang/native/libclang.so",
     files: &[
         File {
             machine: "x86_64",
@@ -45,6 +49,7 @@ pub(super) const LIBCLANG: Wheel = Wheel {
 pub(super) const NIXL: Wheel = Wheel {
     package: "nixl-cu12",
     version: "1.5.1",
+    library: ".nixl_cu12.mesonpy.libs/libnixl_capi.so",
     files: &[
         File {
             machine: "x86_64",
@@ -61,6 +66,11 @@ pub(super) const NIXL: Wheel = Wheel {
 
 /// The CPython that NIXL's files were made for. Any Python 3 fetches them; nothing of Python in them is used.
 const CPYTHON: [&str; 2] = ["3.11", "cp311"];
+
+/// What the folder of a run that is under way, or was interrupted, is called.
+const UNFINISHED: &str = "unfinished-";
+/// No run takes so long.
+const STALE: Duration = Duration::from_secs(86_400);
 
 /// Unpacks the shared libraries of a wheel, and nothing else.
 const UNPACK: &str = "\
@@ -91,7 +101,7 @@ pub(crate) enum NativeError {
     Unpack { file: String, said: String },
     #[error("{}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
-    #[error("cargo's target directory is not known: {0}")]
+    #[error("cargo's target directory can't be used: {0}")]
     Folder(String),
 }
 
@@ -106,29 +116,51 @@ impl NativeError {
 pub(super) fn fetch(wheel: &Wheel, folder: &Path) -> Result<PathBuf, NativeError> {
     let file = wheel.file(std::env::consts::OS, std::env::consts::ARCH)?;
     let home = folder.join(format!("{}-{}-{}", wheel.package, wheel.version, &file.sha256[..8]));
-    if home.is_dir() {
+    if home.join(wheel.library).is_file() {
         return Ok(home);
     }
     fs::create_dir_all(folder).map_err(at(folder))?;
+    sweep(folder);
     // Beside its last place, so that it can be renamed; removed when this is left in whatever way.
-    let scratch = tempfile::Builder::new().prefix("unfinished-").tempdir_in(folder).map_err(at(folder))?;
+    let scratch = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(folder).map_err(at(folder))?;
     eprintln!("fetching {} {} with pip ...", wheel.package, wheel.version);
     let archive = download(wheel, file, scratch.path())?;
     verify(file, &archive)?;
     let unpacked = scratch.path().join("unpacked");
     unpack(&archive, &unpacked)?;
+    if home.exists() && !home.join(wheel.library).is_file() {
+        // Somebody has deleted a part of it.
+        fs::remove_dir_all(&home).map_err(at(&home))?;
+    }
     match fs::rename(&unpacked, &home) {
         // Another run was faster.
-        Err(_) if home.is_dir() => Ok(home),
+        Err(_) if home.join(wheel.library).is_file() => Ok(home),
         Err(error) => Err(NativeError::Io { path: home, error }),
         Ok(()) => Ok(home),
     }
 }
 
 impl Wheel {
+    /// The folder of the library in an unpacked wheel.
+    pub(super) fn libraries(&self, home: &Path) -> PathBuf {
+        let library = home.join(self.library);
+        library.parent().map_or_else(|| home.to_owned(), Path::to_owned)
+    }
+
     fn file(&self, system: &'static str, machine: &'static str) -> Result<&'static File, NativeError> {
         let found = self.files.iter().find(|f| system == "linux" && f.machine == machine);
         found.ok_or(NativeError::Machine { package: self.package, machine, system })
+    }
+}
+
+/// Removes what killed runs have left, as far as that can be.
+fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let is_ours = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
+        let age = entry.metadata().and_then(|m| m.modified()).ok().and_then(|at| at.elapsed().ok());
+        if is_ours && age.is_some_and(|age| age > STALE) {
+            fs::remove_dir_all(entry.path()).ok();
+        }
     }
 }
 
@@ -172,7 +204,8 @@ fn sha256(path: &Path) -> io::Result<String> {
 
 fn unpack(archive: &Path, folder: &Path) -> Result<(), NativeError> {
     let mut unzip = python();
-    unzip.args(["-c", UNPACK]).arg(archive).arg(folder);
+    // Isolated: no module of the current folder is taken for one of Python's own.
+    unzip.args(["-I", "-c", UNPACK]).arg(archive).arg(folder);
     finish(unzip)?.map_err(|said| NativeError::Unpack { file: name(archive), said })?;
     if folder.is_dir() {
         return Ok(());
@@ -247,7 +280,23 @@ mod tests {
         let file = NIXL.file(std::env::consts::OS, std::env::consts::ARCH);
         let Ok(file) = file else { return };
         let home = folder.path().join(format!("nixl-cu12-1.5.1-{}", &file.sha256[..8]));
-        fs::create_dir(&home).unwrap();
+        fs::create_dir_all(NIXL.libraries(&home)).unwrap();
+        fs::write(home.join(NIXL.library), b"").unwrap();
         assert_eq!(fetch(&NIXL, folder.path()).unwrap(), home);
+    }
+
+    #[test]
+    fn what_killed_runs_left_is_removed_and_what_runs_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["unfinished-old", "unfinished-new", "old"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        let past = std::time::SystemTime::now() - 2 * STALE;
+        for name in ["unfinished-old", "old"] {
+            fs::File::open(folder.path().join(name)).unwrap().set_modified(past).unwrap();
+        }
+        sweep(folder.path());
+        let left = |name: &str| folder.path().join(name).exists();
+        assert!(!left("unfinished-old") && left("unfinished-new") && left("old"));
     }
 }
