@@ -222,11 +222,13 @@ mod tests {
 
     #[test]
     fn parameters_are_laid_over_each_other() {
-        let mut config = NixlConfig::default();
-        config.threads = 4;
-        config.devices = vec!["mlx5_0".to_owned(), "mlx5_1".to_owned()];
-        config.ucx = vec![("KEEPALIVE_INTERVAL".to_owned(), "5s".to_owned())];
-        config.params = vec![("num_workers".to_owned(), "2".to_owned())];
+        let config = NixlConfig {
+            threads: 4,
+            devices: vec!["mlx5_0".to_owned(), "mlx5_1".to_owned()],
+            ucx: vec![("KEEPALIVE_INTERVAL".to_owned(), "5s".to_owned())],
+            params: vec![("num_workers".to_owned(), "2".to_owned())],
+            ..NixlConfig::default()
+        };
         let params = config.plugin_params(&[("num_workers".to_owned(), "1".to_owned())]);
         let of = |key: &str| params.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
         assert_eq!(of("num_workers"), Some("2"));

@@ -413,7 +413,7 @@ impl Drop for NixlTransport {
     }
 }
 
-/// Round numbers of NIXL with UCX between two processes of one host: each descriptor is an operation of UCX of its own.
+/// Round numbers of NIXL with UCX between two processes of one host, on one thread: each descriptor is an operation of UCX of its own.
 fn cost() -> CostModel {
-    CostModel { descriptor_ns: 2_500, wire_bytes_per_us: 5_000, stage_ns: 50_000, ..CostModel::default() }
+    CostModel { descriptor_ns: 1_300, wire_bytes_per_us: 4_000, stage_ns: 50_000, ..CostModel::default() }
 }
