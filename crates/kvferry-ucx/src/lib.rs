@@ -60,9 +60,11 @@
 //! | `sys` | owners of UCX's handles |
 
 mod bell;
+mod books;
 mod config;
 mod error;
 mod lane;
+mod mailbox;
 mod part;
 mod process;
 mod rail;

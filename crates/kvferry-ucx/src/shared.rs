@@ -1,23 +1,22 @@
-//! What the endpoint and its rails' threads share: the registrations, the mailboxes, the reports.
+//! What the endpoint and its rails' threads share: orders, reports, the books.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvferry_geometry::units::RegionId;
-use kvferry_transport::access::Keeper;
-use kvferry_transport::table::RegionTable;
 use kvferry_transport::{EndpointId, LostCause, Outcome, PeerId, Region};
 
 use crate::bell::Bell;
+use crate::books::Books;
 use crate::config::UcxConfig;
+use crate::mailbox::Mailbox;
 use crate::part::Part;
 use crate::process::Process;
 use crate::work::Work;
 
-/// What an endpoint orders from a rail. There are never more in a mailbox than a few for each operation, peer and
-/// region, all of which are bounded.
+/// What an endpoint, or another rail of it, orders from a rail.
 pub(crate) enum Command {
     /// Register a region at UCX; the reply is its packed key.
     Map {
@@ -46,6 +45,15 @@ pub(crate) enum Command {
         conn: u64,
         cause: LostCause,
     },
+    /// At another rail the lane of this connection broke: nothing more is to begin on it, until it is known why.
+    Halt {
+        conn: u64,
+    },
+    /// Break the lane of a connection, or the way back to all guests: for tests of what follows.
+    #[cfg(test)]
+    Break {
+        conn: Option<u64>,
+    },
     /// Ask for an operation and do it.
     Begin(Arc<Work>),
     /// Do a share of it.
@@ -70,59 +78,33 @@ pub(crate) struct Callee {
 /// What rails tell their endpoint.
 #[derive(Debug)]
 pub(crate) enum Report {
-    Up { peer: PeerId, rail: usize, lanes: Vec<crate::lane::RailLane> },
-    Lost { peer: PeerId, cause: LostCause },
-    Ended { op: u64, outcome: Outcome },
-    Notice { from: EndpointId, payload: Vec<u8> },
+    Up {
+        peer: PeerId,
+        rail: usize,
+        lanes: Vec<crate::lane::RailLane>,
+    },
+    Lost {
+        peer: PeerId,
+        cause: LostCause,
+    },
+    Ended {
+        op: u64,
+        outcome: Outcome,
+    },
+    Notice {
+        from: EndpointId,
+        payload: Vec<u8>,
+    },
+    /// A rail's thread has died.
+    Dead {
+        rail: usize,
+    },
 }
 
-/// A rail's orders.
-pub(crate) struct Mailbox {
-    queue: Mutex<VecDeque<Command>>,
-    pub(crate) bell: Bell,
-    asleep: AtomicBool,
-}
-
-impl Mailbox {
-    pub(crate) fn new() -> rustix::io::Result<Self> {
-        Ok(Self { queue: Mutex::default(), bell: Bell::new()?, asleep: AtomicBool::new(false) })
-    }
-
-    pub(crate) fn post(&self, command: Command) {
-        lock(&self.queue).push_back(command);
-        if self.asleep.swap(false, Ordering::SeqCst) {
-            self.bell.ring();
-        }
-    }
-
-    pub(crate) fn take(&self, into: &mut VecDeque<Command>) {
-        std::mem::swap(&mut *lock(&self.queue), into);
-    }
-
-    /// The rail is about to sleep: from now on a command rings. False if there is one already.
-    pub(crate) fn lie_down(&self) -> bool {
-        self.asleep.store(true, Ordering::SeqCst);
-        let quiet = lock(&self.queue).is_empty();
-        if !quiet {
-            self.wake_up();
-        }
-        quiet
-    }
-
-    /// The rail is awake.
-    pub(crate) fn wake_up(&self) {
-        if !self.asleep.swap(false, Ordering::SeqCst) {
-            self.bell.silence();
-        }
-    }
-}
-
-/// The registrations, and who has operations open on them.
-#[derive(Default)]
-pub(crate) struct Books {
-    pub(crate) table: RegionTable,
-    pub(crate) keeper: Keeper,
-}
+/// The most bytes of notifications that wait for the endpoint's owner. Beyond that the rails don't listen to guests.
+const MAX_NOTICES: usize = 16 << 20;
+/// What a notification costs besides its bytes.
+const NOTICE: usize = 128;
 
 /// One of these for each endpoint.
 pub(crate) struct Shared {
@@ -134,6 +116,8 @@ pub(crate) struct Shared {
     pub(crate) mailboxes: Arc<[Mailbox]>,
     books: Mutex<Books>,
     reports: Mutex<VecDeque<Report>>,
+    /// Bytes of the notifications among the reports.
+    notices: AtomicUsize,
     /// Rings while there are reports that no step has seen.
     pub(crate) wake: Bell,
 }
@@ -153,6 +137,7 @@ impl Shared {
             mailboxes,
             books: Mutex::default(),
             reports: Mutex::default(),
+            notices: AtomicUsize::new(0),
             wake: Bell::new()?,
         })
     }
@@ -163,6 +148,9 @@ impl Shared {
 
     pub(crate) fn report(&self, report: Report) {
         let mut reports = lock(&self.reports);
+        if let Report::Notice { payload, .. } = &report {
+            self.notices.fetch_add(payload.len() + NOTICE, Ordering::Relaxed);
+        }
         reports.push_back(report);
         if reports.len() == 1 {
             self.wake.ring();
@@ -176,7 +164,13 @@ impl Shared {
             return VecDeque::new();
         }
         self.wake.silence();
+        self.notices.store(0, Ordering::Relaxed);
         std::mem::take(&mut *reports)
+    }
+
+    /// Whether as many notifications wait as may.
+    pub(crate) fn is_full(&self) -> bool {
+        self.notices.load(Ordering::Relaxed) > MAX_NOTICES
     }
 }
 
@@ -195,7 +189,7 @@ impl Drop for Mapped {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that is done under these locks leaves them half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -11,6 +11,7 @@ use std::fmt;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{self, NonNull};
 use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 use ucx_rs::sys as ucp;
 use ucx_rs::sys::{
@@ -38,6 +39,7 @@ const AM_ID: u32 = 0x6b76;
 pub(crate) struct Status(pub(crate) ucp::ucs_status_t);
 
 impl Status {
+    pub(crate) const BUSY: Self = Self(ucp::ucs_status_t_UCS_ERR_BUSY);
     pub(crate) const INVALID: Self = Self(ucp::ucs_status_t_UCS_ERR_INVALID_PARAM);
     pub(crate) const NO_DEVICE: Self = Self(ucp::ucs_status_t_UCS_ERR_NO_DEVICE);
 }
@@ -86,6 +88,9 @@ pub(crate) struct Context(ucp::ucp_context_h);
 impl Context {
     /// `soft` options are skipped where this UCX doesn't know them.
     pub(crate) fn new(soft: &[(&str, String)], hard: &[(String, String)]) -> Result<Rc<Self>, ContextError> {
+        // Some settings are of the whole process, and UCX doesn't guard them.
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let mut config = ptr::null_mut();
         // SAFETY: both names may be null; the result is written to `config`.
         check(unsafe { ucp::ucp_config_read(ptr::null(), ptr::null(), &raw mut config) })
@@ -234,12 +239,19 @@ unsafe extern "C" fn tallied(request: *mut c_void, status: ucp::ucs_status_t, us
 struct Letter {
     header: [u8; Header::LEN],
     body: Vec<u8>,
+    /// Of its endpoint.
+    fault: Rc<Fault>,
 }
 
 /// UCX calls this when a message needs its bytes no more.
-unsafe extern "C" fn sent(request: *mut c_void, _status: ucp::ucs_status_t, user_data: *mut c_void) {
+unsafe extern "C" fn sent(request: *mut c_void, status: ucp::ucs_status_t, user_data: *mut c_void) {
     // SAFETY: the user data is the box that `Endpoint::send` gave away for this request.
-    drop(unsafe { Box::from_raw(user_data.cast::<Letter>()) });
+    let letter = unsafe { Box::from_raw(user_data.cast::<Letter>()) };
+    // Somebody waits for the answer to what didn't arrive: with one message lost, the endpoint is.
+    if let Err(status) = check(status) {
+        letter.fault.tell(status);
+    }
+    drop(letter);
     // SAFETY: the request is complete and nobody else frees it.
     unsafe { ucp::ucp_request_free(request) };
 }
@@ -248,20 +260,21 @@ unsafe extern "C" fn sent(request: *mut c_void, _status: ucp::ucs_status_t, user
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Header {
     pub(crate) kind: u8,
-    pub(crate) to: u64,
+    pub(crate) to: [u8; 16],
 }
 
 impl Header {
-    const LEN: usize = 9;
+    const LEN: usize = 17;
 
     fn encode(self) -> [u8; Self::LEN] {
-        let [a, b, c, d, e, f, g, h] = self.to.to_le_bytes();
-        [self.kind, a, b, c, d, e, f, g, h]
+        let mut bytes = [self.kind; Self::LEN];
+        bytes[1..].copy_from_slice(&self.to);
+        bytes
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (kind, to) = bytes.split_first()?;
-        Some(Self { kind: *kind, to: u64::from_le_bytes(to.try_into().ok()?) })
+        Some(Self { kind: *kind, to: to.try_into().ok()? })
     }
 }
 
@@ -302,8 +315,8 @@ unsafe extern "C" fn received(
 /// A worker: its endpoints, its progress, its messages.
 pub(crate) struct Worker {
     raw: ucp::ucp_worker_h,
-    // Behind the worker in the order of fields, and boxed: UCX holds its place.
-    inbox: Box<Inbox>,
+    // UCX holds its place.
+    inbox: Rc<Inbox>,
     /// How many endpoints have failed.
     faults: Rc<Cell<u64>>,
     context: Rc<Context>,
@@ -318,15 +331,15 @@ impl Worker {
         let mut raw = ptr::null_mut();
         // SAFETY: the context is alive, the parameters say which of their fields are set.
         check(unsafe { ucp::ucp_worker_create(context.0, &raw const params, &raw mut raw) })?;
-        let inbox = Box::new(Inbox::default());
+        let inbox = Rc::new(Inbox::default());
         let worker = Self { raw, inbox, faults: Rc::default(), context: context.clone() };
         // SAFETY: as above.
         let mut handler: ucp::ucp_am_handler_param_t = unsafe { std::mem::zeroed() };
         handler.field_mask = u64::from(AM_HANDLER_ID | AM_HANDLER_FLAGS | AM_HANDLER_CB | AM_HANDLER_ARG);
         (handler.id, handler.flags) = (AM_ID, ucp::ucp_am_cb_flags_UCP_AM_FLAG_WHOLE_MSG);
         handler.cb = Some(received);
-        handler.arg = ptr::from_ref::<Inbox>(&worker.inbox).cast_mut().cast();
-        // SAFETY: the worker is alive; the inbox lives in a box of its own until after the worker is destroyed.
+        handler.arg = Rc::as_ptr(&worker.inbox).cast_mut().cast();
+        // SAFETY: the worker is alive; the inbox lives until after the worker is destroyed.
         check(unsafe { ucp::ucp_worker_set_am_recv_handler(raw, &raw const handler) })?;
         Ok(worker)
     }
@@ -379,17 +392,17 @@ impl Worker {
         check_address(address).map_err(|_| Status::INVALID)?;
         let mut padded = address.to_vec();
         padded.resize(address.len() + ADDRESS_SLACK, 0);
-        let fault = Box::new(Fault { status: Cell::new(None), faults: self.faults.clone() });
+        let fault = Rc::new(Fault { status: Cell::new(None), faults: self.faults.clone() });
         // SAFETY: an all-zero parameter structure is one with no field set.
         let mut params: ucp::ucp_ep_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(EP_REMOTE_ADDRESS | EP_ERR_MODE | EP_ERR_HANDLER);
         params.address = padded.as_ptr().cast();
         params.err_mode = ucp::ucp_err_handling_mode_t_UCP_ERR_HANDLING_MODE_PEER;
         params.err_handler.cb = Some(faulted);
-        params.err_handler.arg = ptr::from_ref::<Fault>(&fault).cast_mut().cast();
+        params.err_handler.arg = Rc::as_ptr(&fault).cast_mut().cast();
         let mut raw = ptr::null_mut();
         // SAFETY: the worker is alive; the address bytes are valid during the call, and UCX's parser stays within them, as the
-        // check has taken the same steps; the fault lives in a box of its own, which is kept until the endpoint is closed.
+        // check has taken the same steps; the fault is kept until the endpoint is closed.
         check(unsafe { ucp::ucp_ep_create(self.raw, &raw const params, &raw mut raw) })?;
         Ok(Endpoint { raw, fault })
     }
@@ -409,18 +422,24 @@ struct Fault {
     faults: Rc<Cell<u64>>,
 }
 
+impl Fault {
+    fn tell(&self, status: Status) {
+        self.status.set(self.status.get().or(Some(status)));
+        self.faults.set(self.faults.get() + 1);
+    }
+}
+
 /// UCX calls this when an endpoint has failed.
 unsafe extern "C" fn faulted(arg: *mut c_void, _ep: ucp::ucp_ep_h, status: ucp::ucs_status_t) {
     // SAFETY: the argument is the fault of an endpoint that is not closed yet, so it is alive.
     let fault = unsafe { &*arg.cast_const().cast::<Fault>() };
-    fault.status.set(Some(Status(status)));
-    fault.faults.set(fault.faults.get() + 1);
+    fault.tell(Status(status));
 }
 
 /// A way to a peer's worker. Must be [closed](Self::close); otherwise it lasts as long as its worker.
 pub(crate) struct Endpoint {
     raw: ucp::ucp_ep_h,
-    fault: Box<Fault>,
+    fault: Rc<Fault>,
 }
 
 impl Endpoint {
@@ -434,7 +453,7 @@ impl Endpoint {
         if let Some(status) = self.failed() {
             return Err(status);
         }
-        let letter = Box::new(Letter { header: header.encode(), body });
+        let letter = Box::new(Letter { header: header.encode(), body, fault: self.fault.clone() });
         // SAFETY: an all-zero parameter structure is one with no field set.
         let mut param: ucp::ucp_request_param_t = unsafe { std::mem::zeroed() };
         param.op_attr_mask = OP_CALLBACK | OP_USER_DATA | OP_FLAGS;
@@ -632,7 +651,7 @@ pub(crate) struct Closing {
     endpoint: Option<Endpoint>,
     flushed: Rc<Tally>,
     request: Option<NonNull<c_void>>,
-    fault: Option<Box<Fault>>,
+    fault: Option<Rc<Fault>>,
 }
 
 impl Closing {

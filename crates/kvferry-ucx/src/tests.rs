@@ -11,7 +11,7 @@ use kvferry_transport::{EndpointId, Event, LostCause, OpKind, Region, Submission
 use crate::part::Part;
 use crate::process::Process;
 use crate::sys::{Context, Endpoint, Header, Worker};
-use crate::wire::{self, Caller, Hello, Leave};
+use crate::wire::{self, Caller, Ear, Hello, Told};
 use crate::{UcxConfig, UcxTransport};
 
 /// A worker that says what it is told to say.
@@ -35,7 +35,7 @@ impl Liar {
         Self { way, worker, part, target: blob.endpoint }
     }
 
-    fn say(&self, kind: u8, to: u64, body: Vec<u8>) {
+    fn say(&self, kind: u8, to: Ear, body: Vec<u8>) {
         self.way.as_ref().unwrap().send(Header { kind, to }, body).unwrap();
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(1) {
@@ -74,6 +74,7 @@ impl Liar {
         Hello {
             token: self.part.token,
             to: self.target,
+            ear: ear(conn),
             caller: self.caller(conn),
             process: Process::default(),
             address,
@@ -81,10 +82,10 @@ impl Liar {
     }
 
     /// Becomes a guest.
-    fn enter(&self, conn: u64) -> u64 {
-        self.say(wire::HELLO, 0, self.hello(conn).encode());
+    fn enter(&self, conn: u64) -> Ear {
+        self.say(wire::HELLO, [0; 16], self.hello(conn).encode());
         let (header, body) = self.hear();
-        assert_eq!((header.kind, header.to), (wire::WELCOME, conn));
+        assert_eq!((header.kind, header.to), (wire::WELCOME, ear(conn)));
         wire::guest(&body).unwrap()
     }
 }
@@ -100,6 +101,11 @@ impl Drop for Liar {
     }
 }
 
+/// Where a liar's connection hears.
+fn ear(conn: u64) -> Ear {
+    [u8::try_from(conn).unwrap(); 16]
+}
+
 fn begin(op: u64, generation: u64, region: u32) -> Vec<u8> {
     Message::Begin { op, kind: OpKind::Read, generation, regions: vec![RegionId::new(region)] }.encode()
 }
@@ -113,21 +119,21 @@ fn nonsense_is_ignored_and_breaks_only_who_says_it() {
     // No header of ours, unknown kinds, bodies of any length, guests that there are not.
     for kind in 0..=9 {
         for len in [0, 1, 24, 25, 33, 50, 200, 9000] {
-            liar.say(kind, 12345, vec![0x5a; len]);
+            liar.say(kind, [0x5a; 16], vec![0x5a; len]);
         }
     }
     // A stranger gets no answer, not even with an address that is none.
-    liar.say(wire::HELLO, 0, Hello { token: [0; 16], address: vec![1, 2, 3], ..liar.hello(1) }.encode());
+    liar.say(wire::HELLO, [0; 16], Hello { token: [0; 16], address: vec![1, 2, 3], ..liar.hello(1) }.encode());
     assert_eq!(liar.listen(Duration::from_millis(50)), Vec::new());
     // Who looks for another endpoint is told.
-    liar.say(wire::HELLO, 0, Hello { to: EndpointId::new([1; 16]), ..liar.hello(2) }.encode());
+    liar.say(wire::HELLO, [0; 16], Hello { to: EndpointId::new([1; 16]), ..liar.hello(2) }.encode());
     let (header, body) = liar.hear();
-    assert_eq!((header.kind, header.to), (wire::REFUSE, 2));
+    assert_eq!((header.kind, header.to), (wire::REFUSE, ear(2)));
     assert!(String::from_utf8(body).unwrap().contains("fetch its blob anew"));
     // The same connection twice.
     liar.enter(3);
-    liar.say(wire::HELLO, 0, liar.hello(3).encode());
-    assert_eq!(liar.hear().0, Header { kind: wire::REFUSE, to: 3 });
+    liar.say(wire::HELLO, [0; 16], liar.hello(3).encode());
+    assert_eq!(liar.hear().0, Header { kind: wire::REFUSE, to: ear(3) });
     // A guest that breaks the protocol is thrown out: it gets no answers any more.
     for (conn, nonsense) in
         [(4, vec![9; 40]), (5, Message::Answer { op: 1, answer: kvferry_transport::access::Answer::Granted }.encode())]
@@ -167,13 +173,13 @@ fn what_a_guest_has_open_ends_with_it_and_its_last_words_are_awaited() {
     liar.say(wire::ASK, guest, begin(1, 0, 0));
     liar.say(wire::ASK, guest, begin(2, 0, 0));
     for _ in 0..2 {
-        assert_eq!(liar.hear().0, Header { kind: wire::ANSWER, to: 1 });
+        assert_eq!(liar.hear().0, Header { kind: wire::ANSWER, to: ear(1) });
     }
-    assert_eq!(t.shared_for_tests().books().keeper.open(), 2);
+    assert_eq!(t.shared_for_tests().books().open(), 2);
     t.deregister(id).unwrap();
     // It leaves before its last notification has come, as messages may overtake each other.
     let end = |op, notify| Message::End { op, notify }.encode();
-    liar.say(wire::LEAVE, 0, Leave { caller: liar.caller(1), ends: 2 }.encode());
+    liar.say(wire::LEAVE, guest, 2u64.to_le_bytes().to_vec());
     liar.say(wire::ASK, guest, end(1, None));
     liar.say(wire::ASK, guest, end(2, Some(&b"last"[..])));
     // The second time it isn't a guest any more.
@@ -183,15 +189,16 @@ fn what_a_guest_has_open_ends_with_it_and_its_last_words_are_awaited() {
     assert_eq!(t.next_event(), Some(Event::Notification { from: LIAR, payload: b"last".to_vec() }));
     liar.listen(Duration::from_millis(20));
     t.step(Duration::ZERO);
-    assert_eq!((t.next_event(), t.shared_for_tests().books().keeper.open()), (None, 0));
-    // One that is just gone.
+    assert_eq!((t.next_event(), t.shared_for_tests().books().open()), (None, 0));
+    // One that leaves with something open, in disorder.
     let guest = liar.enter(2);
     t.register(memory.clone()).unwrap();
     liar.say(wire::ASK, guest, begin(3, 1, 0));
-    assert_eq!(liar.hear().0, Header { kind: wire::ANSWER, to: 2 });
-    liar.say(wire::LEAVE, 0, Leave { caller: liar.caller(2), ends: 0 }.encode());
+    assert_eq!(liar.hear().0, Header { kind: wire::ANSWER, to: ear(2) });
+    liar.say(wire::LEAVE, guest, 1u64.to_le_bytes().to_vec());
+    liar.say(wire::ASK, guest, end(3, None));
     let start = Instant::now();
-    while t.shared_for_tests().books().keeper.open() > 0 {
+    while t.shared_for_tests().books().open() > 0 {
         liar.listen(Duration::from_millis(1));
         assert!(start.elapsed() < Duration::from_secs(10));
     }
@@ -216,9 +223,10 @@ fn a_peer_that_answers_nonsense_or_nothing_is_lost() {
             for (_, body) in
                 liar.listen(Duration::from_millis(2)).iter().filter(|(header, _)| header.kind == wire::HELLO)
             {
-                let way = liar.worker.connect(&Hello::decode(body).unwrap().address).unwrap();
+                let hello = Hello::decode(body).unwrap();
+                let way = liar.worker.connect(&hello.address).unwrap();
                 for (kind, body) in says {
-                    way.send(Header { kind: *kind, to: peer.get() }, body.to_vec()).unwrap();
+                    way.send(Header { kind: *kind, to: hello.ear }, body.to_vec()).unwrap();
                 }
                 ways.push(way);
             }
@@ -240,9 +248,9 @@ fn a_peer_that_answers_nonsense_or_nothing_is_lost() {
     let cause = lost(&[]);
     assert!(silent(&cause), "{cause}");
     // None of these is an answer to a connection.
-    let cause = lost(&[(wire::WELCOME, &[1; 7]), (wire::HELLO, &[2; 100]), (wire::ASK, &[3; 20]), (99, b"")]);
+    let cause = lost(&[(wire::WELCOME, &[1; 8]), (wire::HELLO, &[2; 100]), (wire::ASK, &[3; 20]), (99, b"")]);
     assert!(silent(&cause), "{cause}");
-    let welcome = (wire::WELCOME, &[0u8; 8][..]);
+    let welcome = (wire::WELCOME, &[0u8; 16][..]);
     let long = vec![b'x'; 100_000];
     let cause = lost(&[(wire::REFUSE, &long)]);
     assert!(matches!(&cause, LostCause::Refused(why) if why.len() == 500), "{cause}");
@@ -252,5 +260,7 @@ fn a_peer_that_answers_nonsense_or_nothing_is_lost() {
     }
     // An answer to a question that wasn't asked is nothing.
     let granted = Message::Answer { op: 77, answer: kvferry_transport::access::Answer::Granted }.encode();
-    assert_eq!(lost(&[welcome, (wire::ANSWER, &granted), (wire::GOING, b"")]), LostCause::Gone);
+    let told = Told { op: 77, told: true }.encode();
+    let nothing = [welcome, (wire::ANSWER, &granted), (wire::TOLD, &told), (wire::TOLD, b"x"), (wire::GOING, b"")];
+    assert_eq!(lost(&nothing), LostCause::Gone);
 }

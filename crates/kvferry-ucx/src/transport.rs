@@ -23,14 +23,15 @@ use kvferry_transport::{
 use crate::config::UcxConfig;
 use crate::error::UcxError;
 use crate::lane::{self, RailLane};
+use crate::mailbox::Mailbox;
 use crate::part::{KeyTable, Part, Place, RailPart};
 use crate::rail::{self, Started};
-use crate::shared::{Callee, Command, Mailbox, Mapped, Report, Shared};
+use crate::shared::{Callee, Command, Mapped, Report, Shared};
 use crate::work::{Ours, State, Stop, Work};
 
 const BACKEND: &str = "ucx";
 /// The longest notification.
-const MAX_NOTIFY: usize = 64 << 10;
+pub(crate) const MAX_NOTIFY: usize = 64 << 10;
 /// The most operations in flight.
 const MAX_IN_FLIGHT: usize = 1 << 14;
 /// How long an operation that was told to stop may take; then it ends in doubt.
@@ -51,6 +52,8 @@ pub struct UcxTransport {
     peers: BTreeMap<PeerId, Peer>,
     ops: BTreeMap<OpId, Op>,
     events: VecDeque<Event>,
+    /// A rail whose thread has died: nothing goes on after that.
+    dead: Option<usize>,
     next: Next,
 }
 
@@ -147,6 +150,7 @@ impl UcxTransport {
             peers: BTreeMap::new(),
             ops: BTreeMap::new(),
             events: VecDeque::new(),
+            dead: None,
             next: Next { peer: 0, op: 0, key: 0, home: 0 },
         };
         // All at once: most of the time goes into UCX's look around. Those that started are ended by the drop if one fails.
@@ -178,7 +182,7 @@ impl UcxTransport {
         let shared = self.shared.clone();
         let thread = std::thread::Builder::new()
             .name(format!("kvferry-ucx-{index}"))
-            .spawn(move || rail::main(index, shared, &send))
+            .spawn(move || rail::main(index, &shared, &send))
             .map_err(UcxError::system("a thread"))?;
         self.threads.push(thread);
         Ok(receive)
@@ -259,6 +263,16 @@ impl UcxTransport {
                 self.stir(id);
             }
             Report::Ended { op, outcome } => self.end(OpId::new(op), outcome),
+            Report::Dead { rail } => {
+                let cause = LostCause::Lane(format!("rail {rail} of this endpoint has died; open another endpoint"));
+                for op in self.ops.keys().copied().collect::<Vec<_>>() {
+                    self.end(op, Outcome::InDoubt(TransferError::PeerLost(cause.clone())));
+                }
+                for peer in self.peers.keys().copied().collect::<Vec<_>>() {
+                    self.heed(Report::Lost { peer, cause: cause.clone() });
+                }
+                self.dead = Some(rail);
+            }
             Report::Notice { from, payload } => self.events.push_back(Event::Notification { from, payload }),
         }
     }
@@ -393,6 +407,10 @@ impl Transport for UcxTransport {
         if let Some((peer, _)) = self.peers.iter().find(same) {
             return Err(ConnectError::AlreadyConnected { endpoint, peer: *peer });
         }
+        if let Some(rail) = self.dead {
+            let reason = format!("rail {rail} of this endpoint has died; open another endpoint");
+            return Err(ConnectError::Unreachable { endpoint, reason });
+        }
         let id = PeerId::new(self.next.peer);
         self.next.peer += 1;
         let regions = blob.regions.iter().map(|(id, _)| *id).collect();
@@ -499,8 +517,7 @@ impl Transport for UcxTransport {
     }
 
     fn revoke(&mut self, scope: RevokeScope) -> Result<(), RevokeError> {
-        let books = &mut *self.shared.books();
-        books.keeper.revoke(scope, &books.table)
+        self.shared.books().revoke(scope)
     }
 
     fn step(&mut self, now: Duration) -> Option<Duration> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvferry_geometry::units::RegionId;
 use kvferry_transport::access::{Answer, Message};
 use kvferry_transport::strips::shares;
-use kvferry_transport::{LostCause, Outcome, PeerId, TransferError};
+use kvferry_transport::{LostCause, Outcome, PeerId, Stats, TransferError};
 use rustix::event::epoll;
 
 use super::{CONN, LINGER, Rail};
@@ -18,16 +18,20 @@ use crate::part::{Place, RailPart};
 use crate::process::Watch;
 use crate::shared::{Callee, Command, Report};
 use crate::sys::{Endpoint, Header, RemoteKey};
-use crate::wire::{self, Caller, Hello, Leave};
+use crate::wire::{self, Caller, Ear, Hello, Told};
 use crate::work::Work;
 
 /// How long after its lane broke the death of a peer is awaited: where it shows no sign of dying, and where it does.
 const SUSPECT: Duration = Duration::from_millis(50);
 const DYING: Duration = Duration::from_secs(20);
+/// How long the rail waits for UCX at its end.
+const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 
 /// One connection of ours, at this rail.
 pub(super) struct Conn {
     callee: Arc<Callee>,
+    /// Where we hear the peer.
+    ear: Ear,
     /// `None` once nothing can be sent any more.
     endpoint: Option<Endpoint>,
     watch: Watch,
@@ -38,10 +42,16 @@ pub(super) struct Conn {
     orphans: BTreeSet<u64>,
     /// Operations whose bytes move.
     moving: HashMap<u64, Arc<Work>>,
+    /// Those of them whose shares have all ended, while it isn't known why the lane is broken.
+    held: Vec<Arc<Work>>,
+    /// Operations that are done and whose notification is on its way, and what they moved.
+    telling: HashMap<u64, Stats>,
     /// How often `End` was said.
     ends: u64,
     /// Shares of operations that this rail works on.
     pub(super) runs: usize,
+    /// At another rail the lane is broken.
+    halted: bool,
     /// By index, each unpacked at its first use.
     keys: Vec<Option<Rc<RemoteKey>>>,
     /// Why and since when its lane is broken, while it is not known whether that is because the peer has died.
@@ -52,8 +62,13 @@ pub(super) struct Conn {
 }
 
 enum Stage {
-    Calling { since: Instant },
-    Up { guest: u64 },
+    Calling {
+        since: Instant,
+    },
+    /// Where the peer hears us.
+    Up {
+        guest: Ear,
+    },
 }
 
 /// Whether a lost peer may still hear something.
@@ -75,6 +90,21 @@ impl Conn {
     /// The way to the peer, whatever is known of it.
     pub(super) fn endpoint(&self) -> Option<&Endpoint> {
         self.endpoint.as_ref()
+    }
+
+    /// Whether nothing more is to begin.
+    pub(super) fn is_halted(&self) -> bool {
+        self.halted || self.lost.is_some()
+    }
+
+    /// Whether its peer's process has ended, as the kernel tells: only then it is certain that it touches nothing any more.
+    pub(super) fn is_gone(&self) -> bool {
+        self.watch.is_gone()
+    }
+
+    /// Whether operations of it have not ended.
+    pub(super) fn has_operations(&self) -> bool {
+        !self.moving.is_empty() || !self.telling.is_empty() || self.runs > 0
     }
 
     pub(super) fn lost(&self) -> Option<&LostCause> {
@@ -107,7 +137,7 @@ impl Conn {
         self.suspect.is_some() && self.lost.is_none()
     }
 
-    fn send(&self, kind: u8, to: u64, body: Vec<u8>) -> Result<(), LostCause> {
+    fn send(&self, kind: u8, to: Ear, body: Vec<u8>) -> Result<(), LostCause> {
         let closed = || LostCause::Lane("it is closed".to_owned());
         let endpoint = self.endpoint.as_ref().ok_or_else(closed)?;
         endpoint.send(Header { kind, to }, body).map_err(|status| LostCause::Lane(status.to_string()))
@@ -124,10 +154,12 @@ fn theirs(callee: &Callee, rail: usize) -> (usize, &RailPart) {
 impl Rail {
     pub(super) fn connect(&mut self, id: u64, callee: Arc<Callee>) {
         let watch = callee.part.process.watch(&self.shared.process);
+        let ear = wire::fresh_ear();
         let (_, part) = theirs(&callee, self.index);
         let keys = (0..part.keys.len()).map(|_| None).collect();
-        let endpoint = match &watch {
-            Watch::Gone => Err(LostCause::Gone),
+        let endpoint = match (&watch, ear) {
+            (Watch::Gone, _) => Err(LostCause::Gone),
+            (_, None) => Err(LostCause::Lane("the system has no random bytes".to_owned())),
             _ => self.caller.connect(&part.address).map_err(|status| LostCause::Lane(status.to_string())),
         };
         if let Watch::Alive { fd, .. } = &watch {
@@ -138,6 +170,7 @@ impl Rail {
         let hello = Hello {
             token: callee.part.token,
             to: callee.endpoint,
+            ear: ear.unwrap_or_default(),
             caller: self.as_caller(id),
             process: self.shared.process,
             address: self.caller_address.clone(),
@@ -148,20 +181,25 @@ impl Rail {
         };
         let conn = Conn {
             callee,
+            ear: ear.unwrap_or_default(),
             endpoint,
             watch,
             stage: Stage::Calling { since: Instant::now() },
             asked: HashMap::new(),
             orphans: BTreeSet::new(),
             moving: HashMap::new(),
+            held: Vec::new(),
+            telling: HashMap::new(),
             ends: 0,
             runs: 0,
+            halted: false,
             keys,
             suspect: None,
             lost: None,
             closing: None,
         };
-        let failure = failure.map_or_else(|| conn.send(wire::HELLO, 0, hello.encode()).err(), Some);
+        let failure = failure.map_or_else(|| conn.send(wire::HELLO, Ear::default(), hello.encode()).err(), Some);
+        self.conn_ears.extend(ear.map(|ear| (ear, id)));
         self.conns.insert(id, conn);
         self.clock.restless = true;
         if let Some(cause) = failure {
@@ -175,7 +213,7 @@ impl Rail {
     }
 
     pub(super) fn peer_says(&mut self, header: Header, body: &[u8]) {
-        let id = header.to;
+        let Some(&id) = self.conn_ears.get(&header.to) else { return };
         let Some(conn) = self.conns.get_mut(&id) else { return };
         match header.kind {
             wire::WELCOME => {
@@ -196,6 +234,11 @@ impl Rail {
                 Ok(_) => self.lose(id, &LostCause::Protocol("it asked where it was asked".to_owned()), Way::Broken),
                 Err(error) => self.lose(id, &LostCause::Protocol(error.to_string()), Way::Broken),
             },
+            wire::TOLD => {
+                if let Some(Told { op, told }) = Told::decode(body) {
+                    self.told(id, op, told);
+                }
+            }
             wire::GOING => self.lose(id, &LostCause::Gone, Way::Open),
             // Not a message to us.
             _ => {}
@@ -232,7 +275,7 @@ impl Rail {
         let Some(work) = conn.asked.remove(&op) else {
             if conn.orphans.remove(&op) {
                 if answer == Answer::Granted {
-                    self.say_end(id, op, None);
+                    let _: bool = self.say_end(id, op, None);
                 }
                 self.let_conn_go(id);
             }
@@ -241,7 +284,7 @@ impl Rail {
         match answer {
             Answer::Granted => match work.stop_error() {
                 Some(error) => {
-                    self.say_end(id, op, None);
+                    let _: bool = self.say_end(id, op, None);
                     self.fail(&work, error);
                     self.let_conn_go(id);
                 }
@@ -283,21 +326,75 @@ impl Rail {
     /// All shares of an operation have ended: nothing of it is under way at any rail.
     pub(super) fn finish(&mut self, work: &Arc<Work>) {
         let id = work.conn;
-        // What has failed has failed for a reason, which may be known by now.
-        if matches!(work.outcome(None), Outcome::Failed(_) | Outcome::InDoubt(_)) {
+        // What has failed has failed for a reason, which may be known by now. And what is done is only known to be if the process
+        // that was read from or written to was still there after the last byte: the kernel gives its number to others.
+        let failed = !matches!(work.outcome(None), Outcome::Done(_));
+        if failed || self.conns.get(&id).is_some_and(Conn::is_gone) {
             self.look_why(id);
         }
         let Some(conn) = self.conns.get_mut(&id) else { return };
+        if conn.is_suspect() {
+            conn.held.push(work.clone());
+            return;
+        }
         conn.moving.remove(&work.op);
-        let outcome = work.outcome(conn.lost().cloned().map(TransferError::PeerLost));
+        let mut outcome = work.outcome(conn.lost().cloned().map(TransferError::PeerLost));
         // The bytes are in place before this is said: for reads every `ucp_get_nbx` has ended, which it does "when the data is
         // in the local buffer"; for writes a `ucp_ep_flush_nbx` posted behind the last `ucp_put_nbx` has, at every rail, and
         // by then "all the AMO and RMA operations issued on the ep prior to this call are completed both at the origin and
         // at the target" (ucp.h).
         let notify = outcome.done().and(work.notify.as_deref());
-        self.say_end(id, work.op, notify);
-        self.shared.report(Report::Ended { op: work.op, outcome });
+        if !self.say_end(id, work.op, notify)
+            && let Some(stats) = outcome.done()
+        {
+            // The lane broke right now. The bytes are there, but the other side doesn't know.
+            let Some(conn) = self.conns.get_mut(&id) else { return };
+            if conn.is_suspect() {
+                conn.moving.insert(work.op, work.clone());
+                conn.held.push(work.clone());
+                return;
+            }
+            let lost = conn.lost().cloned().map(TransferError::PeerLost);
+            let error = lost.or(work.stop_error()).unwrap_or(TransferError::Disconnected);
+            outcome = if work.notify.is_some() { Outcome::Failed(error) } else { Outcome::Done(stats) };
+        }
+        match (&outcome, &work.notify, self.conns.get_mut(&id)) {
+            // Done is told when the peer has told the notification.
+            (Outcome::Done(stats), Some(_), Some(conn)) => drop(conn.telling.insert(work.op, *stats)),
+            _ => self.shared.report(Report::Ended { op: work.op, outcome }),
+        }
         self.let_conn_go(id);
+    }
+
+    /// The peer has told a notification, or has not because it knows no such operation.
+    fn told(&mut self, id: u64, op: u64, told: bool) {
+        let Some(stats) = self.conns.get_mut(&id).and_then(|conn| conn.telling.remove(&op)) else { return };
+        let outcome = if told {
+            Outcome::Done(stats)
+        } else {
+            Outcome::Failed(TransferError::Lane {
+                reason: "the peer doesn't know the operation that it granted".to_owned(),
+            })
+        };
+        self.shared.report(Report::Ended { op, outcome });
+        self.let_conn_go(id);
+    }
+
+    /// Says that an operation has stopped; whether that is on its way.
+    fn say_end(&mut self, id: u64, op: u64, notify: Option<&[u8]>) -> bool {
+        let Some(conn) = self.conns.get_mut(&id) else { return false };
+        let Stage::Up { guest } = conn.stage else { return false };
+        if conn.endpoint.is_none() {
+            return false;
+        }
+        conn.ends += 1;
+        match conn.send(wire::ASK, guest, Message::End { op, notify }.encode()) {
+            Ok(()) => true,
+            Err(cause) => {
+                self.lane_broke(id, cause);
+                false
+            }
+        }
     }
 
     /// Something of a connection has failed: finds out whether its peer is gone, or UCX has said what is wrong.
@@ -306,18 +403,6 @@ impl Rail {
             self.lose(id, &LostCause::Gone, Way::Broken);
         }
         self.look_for_faults();
-    }
-
-    fn say_end(&mut self, id: u64, op: u64, notify: Option<&[u8]>) {
-        let Some(conn) = self.conns.get_mut(&id) else { return };
-        let Stage::Up { guest } = conn.stage else { return };
-        if conn.endpoint.is_none() {
-            return;
-        }
-        conn.ends += 1;
-        if let Err(cause) = conn.send(wire::ASK, guest, Message::End { op, notify }.encode()) {
-            self.lane_broke(id, cause);
-        }
     }
 
     fn fail(&self, work: &Work, error: TransferError) {
@@ -351,12 +436,18 @@ impl Rail {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         if conn.lost.is_none() {
             conn.lost = Some((cause.clone(), Instant::now()));
-            conn.orphans.clear();
             let asked = std::mem::take(&mut conn.asked);
+            conn.orphans.extend(asked.keys());
+            let telling = std::mem::take(&mut conn.telling);
+            let held = std::mem::take(&mut conn.held);
             self.shared.report(Report::Lost { peer: PeerId::new(id), cause: cause.clone() });
-            for work in asked.values() {
-                self.fail(work, TransferError::PeerLost(cause.clone()));
+            let error = TransferError::PeerLost(cause.clone());
+            asked.values().for_each(|work| self.fail(work, error.clone()));
+            for op in telling.into_keys() {
+                // Its notification may have been told.
+                self.shared.report(Report::Ended { op, outcome: Outcome::InDoubt(error.clone()) });
             }
+            held.iter().for_each(|work| self.finish(work));
             self.clock.restless = true;
         }
         if way == Way::Broken
@@ -368,47 +459,71 @@ impl Rail {
         self.let_conn_go(id);
     }
 
-    /// Closes a lost connection that has said all its ends, and forgets one that is to go and has nothing left to do.
+    /// Forgets a connection that is lost or is to go, as far as it has nothing left to do.
     pub(super) fn let_conn_go(&mut self, id: u64) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
-        let busy = !conn.moving.is_empty() || conn.runs > 0;
-        let late = |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > LINGER);
-        let (lost, late) = match &conn.lost {
-            Some((_, since)) => (true, late(Some(*since))),
-            None => (false, late(conn.closing)),
-        };
-        if lost
-            && (!busy || late)
-            && let Some(endpoint) = conn.endpoint.take()
-        {
-            self.close(endpoint, late);
-        }
-        let Some(conn) = self.conns.get_mut(&id) else { return };
-        if conn.closing.is_none() {
+        let lost_since = conn.lost.as_ref().map(|(_, since)| *since);
+        let Some(since) = lost_since.or(conn.closing) else { return };
+        let late = since.elapsed() > LINGER;
+        if conn.runs > 0 && late {
+            // What is under way here doesn't end by itself. What other rails do, they see to.
+            let endpoint = conn.endpoint.take();
+            endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
             return;
+        }
+        if late {
+            for (op, _) in std::mem::take(&mut conn.telling) {
+                let outcome = Outcome::InDoubt(TransferError::Disconnected);
+                self.shared.report(Report::Ended { op, outcome });
+            }
         }
         let calling = matches!(conn.stage, Stage::Calling { .. });
-        if late && busy {
-            // What is under way doesn't end by itself.
-            if let Some(endpoint) = conn.endpoint.take() {
-                self.close(endpoint, true);
-            }
+        let lost = lost_since.is_some();
+        if conn.has_operations() || (!late && !lost && (calling || !conn.orphans.is_empty())) {
             return;
         }
-        if busy || (!late && !lost && (calling || !conn.orphans.is_empty())) {
-            return;
-        }
-        let Some(mut conn) = self.conns.remove(&id) else { return };
-        self.unwatch(&conn.watch);
-        if !lost && !calling {
-            let leave = Leave { caller: self.as_caller(id), ends: conn.ends };
-            // If it can't be told, the lane is broken, and the guest is lost.
-            conn.send(wire::LEAVE, 0, leave.encode()).unwrap_or(());
-        }
-        conn.keys.clear();
+        // The keys go before the endpoint.
+        conn.keys.iter_mut().for_each(|key| *key = None);
         if let Some(endpoint) = conn.endpoint.take() {
-            self.close(endpoint, late);
+            if let Stage::Up { guest } = conn.stage {
+                // If it can't be told, the lane is broken, and the guest is mute.
+                let header = Header { kind: wire::LEAVE, to: guest };
+                endpoint.send(header, conn.ends.to_le_bytes().to_vec()).unwrap_or(());
+            }
+            self.close(endpoint, false);
         }
+        if self.conns.get(&id).is_some_and(|conn| conn.closing.is_some())
+            && let Some(conn) = self.conns.remove(&id)
+        {
+            self.conn_ears.remove(&conn.ear);
+            self.unwatch(&conn.watch);
+        }
+    }
+
+    /// At another rail the lane of a connection broke.
+    pub(super) fn halt(&mut self, id: u64) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.halted = true;
+        }
+    }
+
+    /// Closes everything, when nothing is under way any more.
+    pub(super) fn close_all(&mut self) {
+        self.runs.clear();
+        for (_, mut conn) in std::mem::take(&mut self.conns) {
+            conn.keys.clear();
+            let endpoint = conn.endpoint.take();
+            endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
+        }
+        let guests: Vec<u64> = self.guests.keys().copied().collect();
+        guests.into_iter().for_each(|id| self.forget_guest(id, true));
+        self.closings.iter_mut().for_each(|(closing, _)| closing.force());
+        let start = Instant::now();
+        while start.elapsed() < CLOSE_WITHIN && !self.closings.iter_mut().all(|(closing, _)| closing.done()) {
+            self.host.progress();
+            self.caller.progress();
+        }
+        // What UCX has not closed by now it does with its workers.
     }
 
     pub(super) fn lose_faulted_conns(&mut self) {
@@ -421,7 +536,7 @@ impl Rail {
 
     /// Nothing goes over a connection any more. If its peer's process is one that is watched, its end may be about to be told: a
     /// process that dies loses its memory and its sockets some time before it has ended.
-    fn lane_broke(&mut self, id: u64, cause: LostCause) {
+    pub(super) fn lane_broke(&mut self, id: u64, cause: LostCause) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         if conn.lost.is_some() || conn.watch.is_gone() {
             return self.lose(id, &LostCause::Gone, Way::Broken);
@@ -432,6 +547,8 @@ impl Rail {
         if conn.suspect.is_none() {
             conn.suspect = Some((cause, Instant::now()));
             self.clock.restless = true;
+            let others = self.shared.mailboxes.iter().enumerate().filter(|(rail, _)| *rail != self.index);
+            others.for_each(|(_, mailbox)| mailbox.post(Command::Halt { conn: id }));
         }
         let endpoint = conn.endpoint.take();
         endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
@@ -458,7 +575,7 @@ impl Rail {
                 }
                 continue;
             }
-            let lost_open = conn.lost.is_some() && conn.endpoint.is_some();
+            let lost_open = conn.lost.is_some() && (conn.endpoint.is_some() || conn.runs > 0);
             if conn.closing.is_some() || lost_open {
                 going.push(*id);
             } else if let (Stage::Calling { since }, None) = (&conn.stage, &conn.lost) {

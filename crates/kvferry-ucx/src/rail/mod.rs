@@ -10,7 +10,9 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -21,8 +23,10 @@ use rustix::event::{Timespec, epoll};
 
 use crate::config::{Rail as RailConfig, UcxConfig};
 use crate::error::UcxError;
-use crate::shared::{Command, Mailbox, Shared};
+use crate::mailbox::Mailbox;
+use crate::shared::{Command, Report, Shared};
 use crate::sys::{Closing, Context, ContextError, Endpoint, Memory, Status, Worker};
+use crate::wire::Ear;
 
 mod conn;
 mod guest;
@@ -70,6 +74,9 @@ pub(crate) struct Rail {
     runs: VecDeque<Run>,
     conns: BTreeMap<u64, Conn>,
     guests: BTreeMap<u64, Guest>,
+    /// By where they are heard.
+    conn_ears: HashMap<Ear, u64>,
+    guest_ears: HashMap<Ear, u64>,
     closings: Vec<(Closing, Instant)>,
     maps: HashMap<u64, Mapping>,
     caller: Worker,
@@ -96,15 +103,26 @@ struct Clock {
 }
 
 /// The body of a rail's thread: makes everything, tells how that went, and runs until it is told to quit.
-pub(crate) fn main(index: usize, shared: Arc<Shared>, started: &SyncSender<Result<Started, UcxError>>) {
-    match Rail::new(index, shared) {
-        Ok((mut rail, report)) => {
+pub(crate) fn main(index: usize, shared: &Arc<Shared>, started: &SyncSender<Result<Started, UcxError>>) {
+    let mailbox = &shared.mailboxes[index];
+    // What runs here includes the destructors of memory's owners, which are not ours.
+    let body = || match Rail::new(index, shared.clone()) {
+        Ok((rail, report)) => {
+            // After a panic the rail is forgotten: UCX may be in the middle of something that needs what would be dropped.
+            let mut rail = ManuallyDrop::new(rail);
             if started.send(Ok(report)).is_ok() {
                 rail.run();
             }
+            drop(ManuallyDrop::into_inner(rail));
         }
         // Whoever asked has given up if this can't be told.
         Err(error) => started.send(Err(error)).unwrap_or(()),
+    };
+    let ended = catch_unwind(AssertUnwindSafe(body));
+    // Orders that nobody will obey must not keep memory, nor whoever waits for a reply.
+    let closed = catch_unwind(AssertUnwindSafe(|| mailbox.close()));
+    if ended.is_err() || closed.is_err() {
+        shared.report(Report::Dead { rail: index });
     }
 }
 
@@ -148,6 +166,8 @@ impl Rail {
             runs: VecDeque::new(),
             conns: BTreeMap::new(),
             guests: BTreeMap::new(),
+            conn_ears: HashMap::new(),
+            guest_ears: HashMap::new(),
             closings,
             maps: HashMap::new(),
             caller,
@@ -171,7 +191,9 @@ impl Rail {
         let mut idle_since: Option<Instant> = None;
         while !self.is_finished() {
             let mut busy = self.take_orders();
-            busy |= self.host.progress();
+            // Guests are not listened to while nobody hears what they have to tell.
+            let deaf = self.shared.is_full();
+            busy |= !deaf && self.host.progress();
             // Lanes that copy by CPU do one piece a call.
             for _ in 0..PROGRESS {
                 if !self.caller.progress() {
@@ -197,12 +219,11 @@ impl Rail {
                     continue;
                 }
             }
-            self.sleep();
+            self.sleep(deaf);
             idle_since = None;
         }
-        // What is left goes in the order of the fields; nothing is under way, so UCX touches no memory for it.
-        self.runs.clear();
-        self.conns.clear();
+        // Nothing is under way, so UCX touches no memory for what is left. The rest goes in the order of the fields.
+        self.close_all();
     }
 
     fn take_orders(&mut self) -> bool {
@@ -230,6 +251,13 @@ impl Rail {
             Command::Connect { conn, callee } => self.connect(conn, callee),
             Command::Disconnect { conn } => self.disconnect(conn),
             Command::Lose { conn, cause } => self.lose(conn, &cause, Way::Open),
+            Command::Halt { conn } => self.halt(conn),
+            #[cfg(test)]
+            Command::Break { conn: Some(conn) } => {
+                self.lane_broke(conn, kvferry_transport::LostCause::Lane("broken".to_owned()))
+            }
+            #[cfg(test)]
+            Command::Break { conn: None } => self.break_guests(),
             Command::Begin(work) => self.begin(work),
             Command::Share(work, range) => self.start_run(work, range),
             Command::Finish(work) => self.finish(&work),
@@ -259,7 +287,8 @@ impl Rail {
     /// to be told that we go were told, or had time enough.
     fn is_finished(&self) -> bool {
         let Some(since) = self.clock.quitting else { return false };
-        let safe = self.outstanding.get() == 0 && self.runs.is_empty() && self.guests.values().all(Guest::is_idle);
+        let works = !self.runs.is_empty() || self.conns.values().any(Conn::has_operations);
+        let safe = self.outstanding.get() == 0 && !works && self.guests_are_idle();
         let polite = self.conns.is_empty() && self.guests.is_empty() && self.closings.is_empty();
         safe && (polite || since.elapsed() > LINGER)
     }
@@ -286,7 +315,7 @@ impl Rail {
         }
         self.clock.faults = faults;
         self.lose_faulted_conns();
-        self.lose_faulted_guests();
+        self.mute_faulted_guests();
         true
     }
 
@@ -310,7 +339,10 @@ impl Rail {
 
     /// Closes an endpoint, which may take a while.
     fn close(&mut self, endpoint: Endpoint, force: bool) {
-        let mut closing = endpoint.close(force);
+        self.keep_closing(endpoint.close(force));
+    }
+
+    fn keep_closing(&mut self, mut closing: Closing) {
         if !closing.done() {
             self.closings.push((closing, Instant::now()));
             self.clock.restless = true;
@@ -318,20 +350,26 @@ impl Rail {
     }
 
     /// Sleeps until there is something to do.
-    fn sleep(&mut self) {
+    fn sleep(&mut self, deaf: bool) {
         if !self.mailbox().lie_down() {
             return;
         }
         // As UCX asks: progress until nothing is left, arm, sleep only if that says that nothing came in between.
-        if self.host.arm().is_ok() && self.caller.arm().is_ok() {
-            let timeout = if self.outstanding.get() > 0 {
-                Some(WATCHFUL)
-            } else if self.clock.restless {
-                Some(TEND)
-            } else {
-                None
-            };
-            self.hear(timeout);
+        let host = if deaf { Ok(()) } else { self.host.arm() };
+        match host.and_then(|()| self.caller.arm()) {
+            Ok(()) => {
+                let timeout = if self.outstanding.get() > 0 {
+                    Some(WATCHFUL)
+                } else if self.clock.restless || deaf {
+                    Some(TEND)
+                } else {
+                    None
+                };
+                self.hear(timeout);
+            }
+            Err(Status::BUSY) => {}
+            // UCX can't wake us, for whatever reason.
+            Err(_) => self.hear(Some(WATCHFUL)),
         }
         self.mailbox().wake_up();
     }
@@ -347,7 +385,10 @@ impl Rail {
         }
         for event in events {
             let token = event.data.u64();
-            if token & CONN != 0 {
+            if token == MAILBOX {
+                // Orders are looked for after this.
+                self.mailbox().bell.silence();
+            } else if token & CONN != 0 {
                 self.conn_process_ended(token & !CONN);
             } else if token & GUEST != 0 {
                 self.guest_process_ended(token & !GUEST);

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use kvferry_geometry::units::RegionId;
-use kvferry_transport::{LostCause, OpKind, Region, TransferError};
+use kvferry_transport::{OpKind, Region, TransferError};
 
 use super::Rail;
 use crate::shared::Command;
@@ -132,7 +132,7 @@ impl Rail {
             return false;
         }
         let before = run.pieces;
-        let lost = self.conns.get(&run.work.conn).is_none_or(|conn| conn.lost().is_some());
+        let lost = self.conns.get(&run.work.conn).is_none_or(|conn| conn.is_halted());
         if lost || run.work.stopped() || run.tally.failed().is_some() {
             run.stage = Stage::Cut;
         } else if let Err(reason) = self.post(run) {
@@ -168,8 +168,12 @@ impl Rail {
                 run.stage = Stage::Posted;
                 break;
             };
-            places.post(endpoint, run.work.kind, &piece, &run.tally)?;
             run.pieces += 1;
+            if let Err(reason) = places.post(endpoint, run.work.kind, &piece, &run.tally) {
+                // The run keeps its places until all that was posted has ended.
+                run.places = Some(places);
+                return Err(reason);
+            }
             if run.tally.failed().is_some() {
                 break;
             }
@@ -201,8 +205,8 @@ impl Rail {
             self.look_why(work.conn);
         }
         let conn = self.conns.get_mut(&work.conn);
-        // A write that failed, or could not be flushed: the peer's memory may be written later, unless there is no peer.
-        let gone = conn.as_ref().is_none_or(|conn| conn.lost() == Some(&LostCause::Gone) && conn.endpoint().is_none());
+        // A write that failed, or could not be flushed: the peer's memory may be written later, unless its process has ended.
+        let gone = conn.as_ref().is_some_and(|conn| conn.is_gone());
         let flushed = conn.as_ref().is_some_and(|conn| conn.endpoint().is_some()) && run.tally.failed().is_none();
         let doubtful = work.kind == OpKind::Write && run.pieces > 0 && !flushed && !gone;
         let reason = run.failure.or_else(|| run.tally.failed().map(|status| status.to_string()));
