@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
+use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Dim, Nest, PairRun, Part, Section};
+use kvferry_geometry::staged::{CostModel, Place, Pools};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_transport::{Event, LostCause, OpKind, Outcome, Region, Submission, TransferError, Transport};
 use rustix::io::Errno;
@@ -268,5 +269,37 @@ fn writes_go_where_they_are_granted() {
             });
             assert_eq!(end.done().is_some(), granted, "{kind}: {end:?}");
         }
+    }
+}
+
+/// Short runs in another order at the other end are what staging is for over a network card; here it would be a second copy.
+#[test]
+fn no_shape_is_cheaper_staged() {
+    let cost = ShmTransport::new(Config::default()).unwrap().capabilities().cost;
+    for run in [16u64, 64, 128, 256, 4096] {
+        let (tokens, heads, blocks) = (16, 8, 4096);
+        let dims = [
+            Dim { count: tokens, src_stride: heads * run, dst_stride: run },
+            Dim { count: heads, src_stride: run, dst_stride: tokens * run },
+        ];
+        let base = Base { src_region: RegionId::ZERO, dst_region: RegionId::ZERO, src_offset: 0, dst_offset: 0 };
+        let block = tokens * heads * run;
+        let part = Part {
+            src_add: 0,
+            dst_add: 0,
+            src_block_stride: block,
+            dst_block_stride: block,
+            src_step: 1,
+            dst_step: 1,
+            nest: Nest { dims: dims.into_iter().collect(), run },
+            pairs: (0..blocks).map(|i| PairRun { src: blocks - 1 - i, dst: i, count: 1 }).collect::<Vec<_>>().into(),
+        };
+        let batch = Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]);
+        let pools = Pools { source: 1 << 40, destination: 1 << 40 };
+        let choice = cost.compare(&batch, pools);
+        assert_eq!(choice.best.place, Place::Direct, "{run}: {choice:?}");
+        assert!(choice.destination.is_some_and(|c| c.fits), "it could be staged");
+        let card = CostModel::default().compare(&batch, pools).best.place;
+        assert_eq!(card == Place::Direct, run == 4096, "{run}: over a card it is {card}");
     }
 }

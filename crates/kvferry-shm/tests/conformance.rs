@@ -5,54 +5,17 @@
 mod support;
 
 use std::os::fd::BorrowedFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvferry_shm::{Config, ShmTransport};
 use kvferry_transport::conformance::{Harness, Report, run};
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::negotiate::Negotiated;
 use kvferry_transport::{Region, Transport};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-struct Shm {
-    start: Instant,
-    threads: usize,
-    region: fn(usize) -> Region,
-}
-
-impl Harness for Shm {
-    fn endpoint(&mut self) -> Box<dyn Transport> {
-        let mut config = Config::default();
-        config.threads = self.threads;
-        Box::new(ShmTransport::new(config).unwrap())
-    }
-
-    fn region(&mut self, len: usize) -> Region {
-        (self.region)(len)
-    }
-
-    fn now(&mut self) -> Duration {
-        self.start.elapsed()
-    }
-
-    fn kill(&mut self, victim: Box<dyn Transport>) {
-        // The death of a whole process is in `processes.rs`.
-        drop(victim);
-    }
-
-    fn readable(&mut self, fd: BorrowedFd<'_>) -> Option<bool> {
-        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        Some(poll(&mut fds, Some(&zero)).unwrap() > 0)
-    }
-
-    fn rounds(&self) -> u64 {
-        100
-    }
-}
+use support::Shm;
 
 fn suite(threads: usize, region: fn(usize) -> Region) -> Report {
-    let report = run(&mut Shm { start: Instant::now(), threads, region });
+    let report = run(&mut Shm::new(threads, region));
     println!("{report}");
     report
 }
@@ -104,7 +67,7 @@ impl Harness for Mixed {
 
 #[test]
 fn one_of_two_backends() {
-    let shm = Shm { start: Instant::now(), threads: 2, region: support::shared };
+    let shm = Shm::new(2, support::shared);
     let report = run(&mut Mixed { shm, network: MemNetwork::new(5), made: 0 });
     println!("{report}");
     assert!(report.holds_except(&["deregister-under-peer", "revoke", "revoke-endpoint"]), "{report}");

@@ -1,14 +1,17 @@
-//! What the tests share: memory of both kinds, a clock, and endpoints driven to an event.
+//! What the tests share: memory of both kinds, a clock, the harness, and endpoints driven to an event.
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
+use kvferry_shm::{Config, ShmTransport};
+use kvferry_transport::conformance::Harness;
 use kvferry_transport::{Event, MemoryKind, OpId, Outcome, PeerId, Region, Transport};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -123,4 +126,54 @@ pub(crate) fn end_of(endpoints: &mut [&mut dyn Transport], op: OpId) -> Outcome 
         Event::Completed { op: id, outcome, .. } if *id == op => Some(outcome.clone()),
         _ => None,
     })
+}
+
+/// The harness of this backend.
+pub(crate) struct Shm {
+    start: Instant,
+    threads: usize,
+    region: fn(usize) -> Region,
+    /// See [`Harness::large`].
+    pub(crate) large: usize,
+}
+
+impl Shm {
+    pub(crate) fn new(threads: usize, region: fn(usize) -> Region) -> Self {
+        Self { start: Instant::now(), threads, region, large: 8 << 20 }
+    }
+}
+
+impl Harness for Shm {
+    fn endpoint(&mut self) -> Box<dyn Transport> {
+        let mut config = Config::default();
+        config.threads = self.threads;
+        Box::new(ShmTransport::new(config).unwrap())
+    }
+
+    fn region(&mut self, len: usize) -> Region {
+        (self.region)(len)
+    }
+
+    fn now(&mut self) -> Duration {
+        self.start.elapsed()
+    }
+
+    fn kill(&mut self, victim: Box<dyn Transport>) {
+        // The death of a whole process is in `processes.rs`.
+        drop(victim);
+    }
+
+    fn readable(&mut self, fd: BorrowedFd<'_>) -> Option<bool> {
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        Some(poll(&mut fds, Some(&zero)).unwrap() > 0)
+    }
+
+    fn rounds(&self) -> u64 {
+        100
+    }
+
+    fn large(&self) -> usize {
+        self.large
+    }
 }
