@@ -240,6 +240,13 @@ fn block_pairs(mut src: Walk<'_>, mut dst: Walk<'_>, count: u64) -> Vec<PairRun>
     let steps = (src.step, dst.step);
     // The scattered case is one plain loop over two lists; it is most of what a large request costs.
     if let (Reader::List { list: from, at: i }, Reader::List { list: to, at: j }) = (src.reader, dst.reader) {
+        // Slices, not strided chunks: the compiler keeps both in registers.
+        if steps == (1, 1) {
+            let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+            let (from, to) = (from.get(fits(i)..).unwrap_or_default(), to.get(fits(j)..).unwrap_or_default());
+            let pairs = from.iter().zip(to).take(fits(count));
+            return joined(pairs.map(|(s, d)| PairRun { src: s.get(), dst: d.get(), count: 1 }), (1, 1), most);
+        }
         let (from, to) = (every(from, i, steps.0), every(to, j, steps.1));
         let pairs = from.zip(to).take(usize::try_from(count).unwrap_or(usize::MAX));
         return joined(pairs.map(|(s, d)| PairRun { src: s.get(), dst: d.get(), count: 1 }), steps, most);
