@@ -61,6 +61,8 @@
 
 mod bell;
 mod books;
+#[cfg(test)]
+mod broken;
 mod config;
 mod error;
 mod lane;

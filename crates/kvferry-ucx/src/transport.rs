@@ -172,6 +172,12 @@ impl UcxTransport {
         &self.rails
     }
 
+    /// Breaks the lane of a connection at a rail, or the ways back to all its guests.
+    #[cfg(test)]
+    pub(crate) fn break_for_tests(&self, rail: usize, conn: Option<PeerId>) {
+        self.shared.mailboxes[rail].post(Command::Break { conn: conn.map(PeerId::get) });
+    }
+
     #[cfg(test)]
     pub(crate) fn shared_for_tests(&self) -> &Shared {
         &self.shared

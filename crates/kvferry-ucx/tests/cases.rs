@@ -246,6 +246,40 @@ fn a_hundred_thousand_small_transfers_each_end_once() {
     println!("{OPS} in {:?}", begin.elapsed());
 }
 
+/// A cancelled write over tcp is over when it is told to be, at the peer, too, which copies what it is sent.
+#[test]
+fn a_write_that_was_cancelled_writes_no_more() {
+    const LEN: usize = 32 << 20;
+    let config = over(&["tcp"], 2);
+    let mut near = UcxTransport::new(config.clone()).unwrap();
+    let mut far = UcxTransport::new(config).unwrap();
+    let memory = [Region::zeroed(LEN).unwrap(), Region::zeroed(LEN).unwrap()];
+    near.register(memory[0].clone()).unwrap();
+    far.register(memory[1].clone()).unwrap();
+    let peer = near.connect(&far.blob()).unwrap();
+    connected(&mut [&mut near, &mut far], peer);
+    let batch = reversed(LEN as u64, 64 << 10, 0, false).unwrap();
+    memory[0].fill(0, LEN as u64, 9).unwrap();
+    let mut cancelled = 0;
+    for micros in [500, 2000, 4000, 8000] {
+        let submission = Submission { peer, kind: OpKind::Write, batch: batch.clone(), notify: None };
+        let op = near.submit(submission).unwrap();
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_micros(micros) {
+            std::hint::spin_loop();
+        }
+        let cut = near.cancel(op).is_ok();
+        let end = end_of(&mut [&mut near, &mut far], op);
+        if cut && end == Outcome::Failed(TransferError::Cancelled) {
+            cancelled += 1;
+            memory[1].fill(0, LEN as u64, 1).unwrap();
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(memory[1].to_vec().unwrap().iter().all(|b| *b == 1), "written after {end:?}");
+        }
+    }
+    assert!(cancelled > 0);
+}
+
 #[test]
 fn an_operation_cut_at_any_moment_leaves_the_rest_working() {
     const LEN: usize = 16 << 20;
@@ -261,13 +295,20 @@ fn an_operation_cut_at_any_moment_leaves_the_rest_working() {
         if near.cancel(op).is_ok() {
             match end_of(&mut [&mut near, &mut far], op) {
                 Outcome::Done(_) => ends[0] += 1,
-                Outcome::Failed(TransferError::Cancelled) => ends[1] += 1,
+                Outcome::Failed(TransferError::Cancelled) => {
+                    ends[1] += 1;
+                    // Nothing is written any more.
+                    memory[0].fill(0, LEN as u64, 1).unwrap();
+                    std::thread::sleep(Duration::from_millis(5));
+                    assert!(memory[0].to_vec().unwrap().iter().all(|b| *b == 1));
+                }
                 other => panic!("{other:?}"),
             }
         }
     }
     println!("{} done, {} cancelled", ends[0], ends[1]);
     assert!(ends[1] > 0);
+    memory[0].fill(0, LEN as u64, 0).unwrap();
     let op = near.submit(read(peer, LEN, Some(b"whole"))).unwrap();
     assert!(end_of(&mut [&mut near], op).done().is_some());
     assert!(memory[0].to_vec().unwrap().iter().all(|b| *b == 9));
