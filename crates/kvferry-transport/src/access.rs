@@ -37,6 +37,8 @@ pub const MAX_REGIONS: usize = 1 << 14;
 pub const MAX_OPEN: usize = 1 << 16;
 /// The most regions that all open operations of a peer may name together, one named by two counted twice.
 pub const MAX_HELD: usize = 1 << 20;
+/// The most operations and named regions of all peers together: ids are by the peers' word, so that bounds for each are none alone.
+pub const MAX_IN_ALL: usize = 4 * MAX_HELD;
 
 const BEGIN: u8 = 1;
 const ANSWER: u8 = 2;
@@ -207,6 +209,8 @@ fn take<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
 #[derive(Debug, Default)]
 pub struct Keeper {
     open: BTreeMap<EndpointId, Open>,
+    /// Operations and their regions, of all peers.
+    in_all: usize,
     revoked_regions: BTreeSet<RegionId>,
     revoked_peers: BTreeSet<EndpointId>,
     /// The generation that `revoked_regions` are of.
@@ -249,11 +253,15 @@ impl Keeper {
         if let Some(&id) = revoked {
             return Answer::Revoked(id);
         }
+        if self.in_all + 1 + kept.len() > MAX_IN_ALL {
+            return Answer::Refused;
+        }
         let open = self.open.entry(from).or_default();
         if open.ops.len() >= MAX_OPEN || open.held + kept.len() > MAX_HELD || open.ops.contains_key(&op) {
             return Answer::Refused;
         }
         open.held += kept.len();
+        self.in_all += 1 + kept.len();
         open.ops.insert(op, kept);
         Answer::Granted
     }
@@ -261,17 +269,20 @@ impl Keeper {
     /// Takes an `End`; whether the operation was open, and so its notification is to be told.
     pub fn end(&mut self, from: EndpointId, op: u64) -> bool {
         let Some(open) = self.open.get_mut(&from) else { return false };
-        let ended = open.ops.remove(&op);
-        open.held -= ended.as_ref().map_or(0, Vec::len);
+        let Some(ended) = open.ops.remove(&op) else { return false };
+        open.held -= ended.len();
+        self.in_all -= 1 + ended.len();
         if open.ops.is_empty() {
             self.open.remove(&from);
         }
-        ended.is_some()
+        true
     }
 
     /// A peer is gone for good: it will not touch memory any more.
     pub fn gone(&mut self, peer: EndpointId) {
-        self.open.remove(&peer);
+        if let Some(open) = self.open.remove(&peer) {
+            self.in_all -= open.ops.len() + open.held;
+        }
     }
 
     /// Operations of peers that have begun and not ended.
@@ -411,5 +422,26 @@ mod tests {
         assert_eq!(granted, MAX_HELD >> 12);
         assert!(keeper.end(B, 1));
         assert_eq!(keeper.begin(B, 1, 0, &all, &table), Answer::Granted);
+    }
+
+    #[test]
+    fn all_peers_together_can_open_only_so_many() {
+        let (table, _whole) = table(1 << 12);
+        let all = ids(&(0..1 << 12).collect::<Vec<_>>());
+        let mut keeper = Keeper::new();
+        let each = MAX_HELD >> 12;
+        let peer = |i: usize| EndpointId::new([u8::try_from(i / each).unwrap(); 16]);
+        let begin = |keeper: &mut Keeper, i: usize| keeper.begin(peer(i), i as u64, 0, &all, &table);
+        let granted = (0..10_000).take_while(|&i| begin(&mut keeper, i) == Answer::Granted).count();
+        assert_eq!(granted, MAX_IN_ALL / (all.len() + 1));
+        assert_eq!(begin(&mut keeper, 9 * each), Answer::Refused);
+        keeper.gone(peer(0));
+        assert!((0..each).all(|i| begin(&mut keeper, 9 * each + i) == Answer::Granted));
+        assert!(keeper.end(peer(each), each as u64));
+        assert_eq!(begin(&mut keeper, 5 * each), Answer::Granted);
+        assert_eq!(begin(&mut keeper, 5 * each + 1), Answer::Refused);
+        // Nothing is left of what is counted.
+        (0..12).for_each(|i| keeper.gone(EndpointId::new([i; 16])));
+        assert_eq!((keeper.open(), keeper.in_all), (0, 0));
     }
 }

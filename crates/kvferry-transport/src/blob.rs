@@ -11,14 +11,17 @@
 
 use kvferry_geometry::units::{Bytes, RegionId};
 
+use crate::negotiate::{ANY, MAX_BACKENDS};
 use crate::types::EndpointId;
 
 /// The version of the frame.
 pub const VERSION: u16 = 1;
 /// The most regions a blob can list.
 pub const MAX_REGIONS: usize = 1 << 20;
-/// The longest lane part in bytes.
+/// The longest lane part of one backend in bytes.
 pub const MAX_LANE: usize = 1 << 20;
+/// The longest lane part of several.
+const MAX_LANES: usize = MAX_BACKENDS * (MAX_LANE + 512);
 
 const MAGIC: &[u8; 4] = b"kvfT";
 
@@ -126,7 +129,8 @@ impl Blob {
         let generation = u64::from_le_bytes(r.array("generation")?);
         let count = r.count("regions", MAX_REGIONS)?;
         let table = r.take(count * 12, "regions")?;
-        let lane_len = r.count("lane", MAX_LANE)?;
+        let longest = if name == ANY.as_bytes() { MAX_LANES } else { MAX_LANE };
+        let lane_len = r.count("lane", longest)?;
         let lane = r.take(lane_len, "lane")?;
         let expected = fnv1a(&bytes[..r.at]);
         let got = u64::from_le_bytes(r.array("checksum")?);

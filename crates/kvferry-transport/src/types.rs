@@ -293,6 +293,21 @@ impl LaneKind {
             Self::Unknown => "unknown",
         }
     }
+
+    /// The kind that a library's own name of a transport stands for (`rc_mlx5`, `cuda_ipc`, `tcp`), where the name is known.
+    #[must_use]
+    pub fn of_transport(name: &str) -> Option<Self> {
+        let family = name.split('_').next().unwrap_or(name);
+        match name {
+            "self" => Some(Self::InProcess),
+            "posix" | "sysv" | "xpmem" => Some(Self::SharedMemory),
+            "cma" | "knem" => Some(Self::CrossProcess),
+            "tcp" => Some(Self::Stream),
+            "cuda_ipc" | "rocm_ipc" | "ze_ipc" | "gdr_copy" | "rocm_gdr" => Some(Self::DeviceDirect),
+            _ if ["rc", "dc", "ud", "srd", "gga"].contains(&family) => Some(Self::Rdma),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for LaneKind {

@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use kvferry_geometry::units::{Bytes, RegionId};
-use kvferry_transport::blob::Blob;
+use kvferry_transport::blob::{Blob, BlobError};
 use kvferry_transport::conformance::sample::scattered;
 use kvferry_transport::conformance::{Harness, run};
 use kvferry_transport::fault::{Faulty, Script};
@@ -16,7 +16,9 @@ use kvferry_transport::mem::{MemFaults, MemNetwork};
 use kvferry_transport::negotiate::{NegotiateError, Negotiated};
 use kvferry_transport::throttle::{Rate, Throttle};
 use kvferry_transport::{
-    ConnectError, DeregisterError, EndpointId, Event, Fault, OpKind, Region, RegisterError, Submission, Transport,
+    Capabilities, ConnectError, DeregisterError, EndpointId, Event, Fault, MemoryKind, OpId, OpKind, PeerId, PeerInfo,
+    Region, RegisterError, Revocation, RevokeError, RevokeScope, Submission, SubmitError, Transport, UnknownOp,
+    UnknownPeer,
 };
 
 use common::{Mem, plain};
@@ -252,4 +254,196 @@ fn lists_that_cannot_be_one_say_why() {
     let world = Mixed::new(&[&[0]]);
     let nested = Negotiated::new(vec![Box::new(world.of(&[0, 1]))]).unwrap_err();
     assert_eq!(nested, NegotiateError::Nested);
+}
+
+/// A backend with other capabilities, more to say in its blob, and a will of its own when it gives up a region.
+struct Odd {
+    inner: Box<dyn Transport>,
+    capabilities: Capabilities,
+    lane: Vec<u8>,
+    keeps_regions: bool,
+}
+
+impl Odd {
+    fn new(inner: impl Transport + 'static) -> Self {
+        let capabilities = inner.capabilities().clone();
+        Self { inner: Box::new(inner), capabilities, lane: Vec::new(), keeps_regions: false }
+    }
+}
+
+impl Transport for Odd {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+    fn endpoint(&self) -> EndpointId {
+        self.inner.endpoint()
+    }
+    fn register(&mut self, region: Region) -> Result<RegionId, RegisterError> {
+        self.inner.register(region)
+    }
+    fn deregister(&mut self, region: RegionId) -> Result<(), DeregisterError> {
+        if self.keeps_regions {
+            return Err(DeregisterError::Busy { region, operations: 1 });
+        }
+        self.inner.deregister(region)
+    }
+    fn blob(&self) -> Vec<u8> {
+        Blob { lane: self.lane.clone(), ..Blob::decode(&self.inner.blob()).unwrap() }.encode()
+    }
+    fn connect(&mut self, blob: &[u8]) -> Result<PeerId, ConnectError> {
+        let blob = Blob::decode(blob)?;
+        self.inner.connect(&Blob { lane: Vec::new(), ..blob }.encode())
+    }
+    fn disconnect(&mut self, peer: PeerId) -> Result<(), UnknownPeer> {
+        self.inner.disconnect(peer)
+    }
+    fn peer(&self, peer: PeerId) -> Result<PeerInfo, UnknownPeer> {
+        self.inner.peer(peer)
+    }
+    fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
+        self.inner.submit(submission)
+    }
+    fn cancel(&mut self, op: OpId) -> Result<(), UnknownOp> {
+        self.inner.cancel(op)
+    }
+    fn revoke(&mut self, scope: RevokeScope) -> Result<(), RevokeError> {
+        self.inner.revoke(scope)
+    }
+    fn step(&mut self, now: Duration) -> Option<Duration> {
+        self.inner.step(now)
+    }
+    fn next_event(&mut self) -> Option<Event> {
+        self.inner.next_event()
+    }
+    fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.inner.wake_fd()
+    }
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
+        self.inner.wait(timeout)
+    }
+}
+
+/// Two backends of one rank, as they are before they are one.
+fn two(world: &Mixed) -> (Odd, Odd) {
+    let first = world.networks[0].endpoint().unwrap();
+    let second = world.networks[1].endpoint_as(first.endpoint()).unwrap();
+    (Odd::new(first), Odd::new(second))
+}
+
+fn list(first: Odd, second: Odd) -> Result<Negotiated, NegotiateError> {
+    Negotiated::new(vec![Box::new(first), Box::new(second)])
+}
+
+#[test]
+fn a_list_can_what_all_of_it_can() {
+    let world = Mixed::new(&[&[0]]);
+    let (mut first, mut second) = two(&world);
+    (first.capabilities.max_notify, second.capabilities.max_in_flight) = (100, 1);
+    (first.capabilities.revocation, second.capabilities.revocation) = (Revocation::Excludes, Revocation::Fences);
+    (first.capabilities.memory, second.capabilities.write) = (vec![MemoryKind::Device(0), MemoryKind::Host], false);
+    let mut all = list(first, second).unwrap();
+    let can = all.capabilities();
+    assert_eq!((can.max_notify, can.max_in_flight, can.revocation), (100, 1, Revocation::Fences));
+    assert_eq!((&can.memory[..], can.read, can.write), (&[MemoryKind::Host][..], true, false));
+    // Also what the backend that carries the connection could do alone.
+    let mut p = world.of(&[1]);
+    p.register(Region::zeroed(64).unwrap()).unwrap();
+    let peer = all.connect(&p.blob()).unwrap();
+    let batch = kvferry_transport::conformance::sample::empty(9, 9).batch;
+    let mut submit = |kind, notify: usize| {
+        all.submit(Submission { peer, kind, batch: batch.clone(), notify: Some(vec![0; notify]) })
+    };
+    assert_eq!(submit(OpKind::Read, 101), Err(SubmitError::NotifyTooLong { got: 101, limit: 100 }));
+    assert_eq!(submit(OpKind::Write, 0), Err(SubmitError::UnsupportedKind { backend: "any", kind: OpKind::Write }));
+    submit(OpKind::Read, 100).unwrap();
+    assert_eq!(submit(OpKind::Read, 0), Err(SubmitError::QueueFull { limit: 1 }));
+    all.step(Duration::ZERO);
+    // Its end, which nobody has taken, makes room.
+    all.submit(Submission { peer, kind: OpKind::Read, batch, notify: None }).unwrap();
+
+    let (mut first, second) = two(&world);
+    first.capabilities.revocation = Revocation::Unsupported;
+    let mut none = list(first, second).unwrap();
+    let id = none.register(Region::zeroed(1).unwrap()).unwrap();
+    assert_eq!(none.revoke(RevokeScope::Region(id)), Err(RevokeError::Unsupported { backend: "any" }));
+    let (mut first, second) = two(&world);
+    first.capabilities.memory = vec![MemoryKind::Device(1)];
+    let text = list(first, second).unwrap_err().to_string();
+    assert!(text.contains("mem has device 1; mem2 has host"), "{text}");
+}
+
+#[test]
+fn what_is_revoked_is_revoked_over_each_lane() {
+    let world = Mixed::new(&[&[0]]);
+    let sample = scattered(4, 32);
+    let lens = |l: &[Bytes]| usize::try_from(l[0].get()).unwrap();
+    let mut p = world.of(&[0, 1]);
+    p.register(Region::zeroed(lens(&sample.src_lens)).unwrap()).unwrap();
+    let ends = |p: &Negotiated, one: &[usize]| {
+        let mut d = world.of(one);
+        d.register(Region::zeroed(lens(&sample.dst_lens)).unwrap()).unwrap();
+        let peer = d.connect(&p.blob()).unwrap();
+        d.submit(Submission { peer, kind: OpKind::Read, batch: sample.batch.clone(), notify: None }).unwrap();
+        d.step(Duration::ZERO);
+        format!("{:?}", std::iter::from_fn(|| d.next_event()).last())
+    };
+    assert!(ends(&p, &[0]).contains("Done") && ends(&p, &[1]).contains("Done"));
+    p.revoke(RevokeScope::Region(RegionId::new(0))).unwrap();
+    assert!(ends(&p, &[0]).contains("Revoked") && ends(&p, &[1]).contains("Revoked"));
+}
+
+#[test]
+fn large_lanes_of_several_backends_are_one_blob() {
+    let world = Mixed::new(&[&[0]]);
+    let (mut first, mut second) = two(&world);
+    (first.lane, second.lane) = (vec![1; 1 << 20], vec![2; 700 << 10]);
+    let p = list(first, second).unwrap();
+    let (first, second) = two(&world);
+    let mut d = list(first, second).unwrap();
+    let peer = d.connect(&p.blob()).unwrap();
+    assert_eq!((d.backend_of(peer), d.passed(peer)), (Ok("mem"), Ok(&[][..])));
+    let one = Blob { backend: "mem".to_owned(), ..Blob::decode(&p.blob()).unwrap() }.encode();
+    assert!(matches!(Blob::decode(&one), Err(BlobError::Field { field: "lane", .. })), "one backend has less");
+}
+
+/// Under a right checksum, whatever is in the lanes is a typed error and blames the peer.
+#[test]
+fn offers_by_a_hostile_hand_are_typed_errors() {
+    let world = Mixed::new(&[&[0]]);
+    let (mut d, p) = (world.of(&[0, 1]), world.of(&[0, 1]));
+    let good = Blob::decode(&p.blob()).unwrap();
+    let mut refused = 0;
+    for at in 0..good.lane.len() {
+        for value in [0, 1, 2, 0x7f, 0x80, 0xff] {
+            let mut lane = good.lane.clone();
+            lane[at] = value;
+            match d.connect(&Blob { lane, ..good.clone() }.encode()) {
+                Ok(peer) => d.disconnect(peer).unwrap(),
+                Err(error) => {
+                    assert!(matches!(error.fault(), Fault::PeerBytes | Fault::PeerChoice), "{at}, {value}: {error}");
+                    refused += 1;
+                }
+            }
+        }
+        let cut = Blob { lane: good.lane[..at].to_vec(), ..good.clone() }.encode();
+        assert!(matches!(d.connect(&cut), Err(ConnectError::BadLane { backend: "any", .. })));
+    }
+    assert!(refused > 50, "{refused}");
+}
+
+#[test]
+fn a_backend_that_keeps_a_region_does_not_hold_up_the_others() {
+    let world = Mixed::new(&[&[0]]);
+    let (first, mut second) = two(&world);
+    second.keeps_regions = true;
+    let mut t = list(first, second).unwrap();
+    let id = t.register(Region::zeroed(8).unwrap()).unwrap();
+    t.deregister(id).unwrap();
+    assert_eq!(t.deregister(id), Err(DeregisterError::Unknown { region: id }));
+    let text = t.register(Region::zeroed(8).unwrap()).unwrap_err().to_string();
+    assert!(text.contains("open a new endpoint"), "{text}");
+    // What it still has is offered to nobody.
+    let mut only = world.of(&[1]);
+    let error = only.connect(&t.blob()).unwrap_err();
+    assert!(matches!(error, ConnectError::NoCommonBackend { .. }), "{error}");
 }

@@ -9,7 +9,7 @@ use kvferry_transport::fault::{Faulty, OpFault, Script};
 use kvferry_transport::mem::{MemFaults, MemNetwork, MemTransport};
 use kvferry_transport::preflight::{Policy, PolicyError, Probe, ProbeError, ProbeOptions, Report, run};
 use kvferry_transport::throttle::{Rate, Throttle};
-use kvferry_transport::{Event, LaneKind, LostCause, PeerId, Region, TransferError, Transport};
+use kvferry_transport::{DeregisterError, Event, LaneKind, LostCause, PeerId, Region, TransferError, Transport};
 
 /// A connection of `wrap`ped to an endpoint with one region of so many bytes.
 fn pair<T: Transport>(far_len: usize, wrap: impl FnOnce(MemTransport) -> T) -> (T, PeerId, MemTransport, MemNetwork) {
@@ -111,6 +111,36 @@ fn late_and_reordered_ends_are_measured_too() {
     network.set_faults(near.endpoint(), faults);
     let report = probe(&mut near, peer, 1 << 20, &ProbeOptions::quick()).unwrap();
     assert!(report.per_operation > Duration::from_micros(500) && report.per_operation < Duration::from_millis(4));
+}
+
+/// One read of each size, while a size takes no longer than it is given; then the figure that there is.
+#[test]
+fn a_slow_lane_has_a_figure_and_is_not_stuck() {
+    let rate = Rate { bytes_per_second: 2_000_000, ops_per_second: 0 };
+    let (mut near, peer, _far, _) = pair(20 << 20, |t| Throttle::new(t, rate));
+    let report = probe(&mut near, peer, 16 << 20, &ProbeOptions::default()).unwrap();
+    let sizes: Vec<_> = report.rates.iter().map(|r| (r.size.get(), r.operations)).collect();
+    assert_eq!((sizes.len(), sizes[1]), (2, (1 << 20, 1)), "{report}");
+    let policy = Policy::new(["in-process"], Some(1_000_000_000)).unwrap();
+    let slow = policy.check(&report.lane).unwrap_err().to_string();
+    assert!(slow.contains("requires 1.00 GB/s") && slow.contains("measured 1999 kB/s"), "{slow}");
+    let mut none = ProbeOptions::quick();
+    none.sizes.clear();
+    assert_eq!(probe(&mut near, peer, 1 << 20, &none), Err(ProbeError::NoSizes));
+}
+
+/// Reads under way are cancelled, so that the scratch region can go.
+#[test]
+fn a_probe_that_gives_up_leaves_nothing() {
+    let lost = Script { submit: [(3, OpFault::LoseCompletion)].into(), ..Script::default() };
+    let (mut near, peer, _far, _) = pair(1 << 20, |t| Faulty::new(t, lost));
+    let (start, mut others, mut short) = (Instant::now(), Vec::new(), ProbeOptions::quick());
+    short.within = Duration::from_millis(50);
+    let scratch = Region::zeroed(1 << 20).unwrap();
+    let error = run(&mut near, peer, scratch, &mut || start.elapsed(), &short, &mut others).unwrap_err();
+    assert!(matches!(error, ProbeError::TooLong { open: 1, .. }), "{error}");
+    let region = RegionId::new(0);
+    assert_eq!(near.deregister(region), Err(DeregisterError::Unknown { region }), "it was given up");
 }
 
 #[test]

@@ -33,8 +33,17 @@ pub struct Negotiated {
     events: VecDeque<Event>,
     /// Registrations that stand.
     registered: usize,
-    /// The backends no longer agree on the next region id, and will not until nothing is registered.
-    uneven: bool,
+    ids: Ids,
+}
+
+/// Whether the backends agree on the next region id.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Ids {
+    Agree,
+    /// Not until nothing is registered, where all begin at 0 again.
+    DifferUntilEmpty,
+    /// One of them keeps a region that the others gave up.
+    DifferForGood,
 }
 
 struct Conn {
@@ -98,7 +107,7 @@ impl Negotiated {
             open: HashMap::new(),
             events: VecDeque::new(),
             registered: 0,
-            uneven: false,
+            ids: Ids::Agree,
         })
     }
 
@@ -114,6 +123,14 @@ impl Negotiated {
     pub fn backend_of(&self, peer: PeerId) -> Result<&'static str, UnknownPeer> {
         self.peers.get(&peer).ok_or(UnknownPeer(peer))?;
         Ok(self.backends[self.index(peer.get())].capabilities().backend)
+    }
+
+    /// Why backends that both sides have, and that we prefer to the one which carries a connection, don't carry it.
+    ///
+    /// # Errors
+    /// If there is no such connection.
+    pub fn passed(&self, peer: PeerId) -> Result<&[String], UnknownPeer> {
+        self.peers.get(&peer).map(|conn| conn.passed.as_slice()).ok_or(UnknownPeer(peer))
     }
 
     /// The backend that an outer id belongs to.
@@ -157,27 +174,39 @@ impl Negotiated {
             let (got, supported) = (region.kind(), self.capabilities.memory.clone());
             return Err(RegisterError::UnsupportedMemory { backend, got, supported });
         }
-        // Where nothing stands, all begin at 0 again.
-        self.uneven &= self.registered > 0;
-        if self.uneven {
-            let reason = "the backends no longer agree on region ids, since one of them refused a region that others had \
-                          taken; deregister all regions and register them anew";
-            return Err(RegisterError::Refused { backend, len, reason: reason.to_owned() });
+        if self.ids == Ids::DifferUntilEmpty && self.registered == 0 {
+            self.ids = Ids::Agree;
         }
-        Ok(())
+        let reason = match self.ids {
+            Ids::Agree => return Ok(()),
+            Ids::DifferUntilEmpty => {
+                "the backends no longer agree on region ids, since one of them refused a region that others had taken; \
+                 deregister all regions and register them anew"
+            }
+            Ids::DifferForGood => {
+                "the backends no longer agree on region ids, since one of them did not give up a region that others gave up; \
+                 open a new endpoint"
+            }
+        };
+        Err(RegisterError::Refused { backend, len, reason: reason.to_owned() })
     }
 
     /// After the first backends took a region that the next refused: takes it back, and has the others count as far.
     fn undo(&mut self, taken: &[RegionId]) {
         for (backend, id) in self.backends.iter_mut().zip(taken) {
-            self.uneven |= backend.deregister(*id).is_err();
+            if backend.deregister(*id).is_err() {
+                self.ids = Ids::DifferForGood;
+            }
         }
         if self.registered == 0 || taken.is_empty() {
             return;
         }
         for backend in self.backends.iter_mut().skip(taken.len()) {
             let counted = Region::zeroed(1).and_then(|byte| backend.register(byte).ok());
-            self.uneven |= counted.is_none_or(|id| backend.deregister(id).is_err() || Some(&id) != taken.first());
+            let even = counted.is_some_and(|id| backend.deregister(id).is_ok() && Some(&id) == taken.first());
+            if !even && self.ids == Ids::Agree {
+                self.ids = Ids::DifferUntilEmpty;
+            }
         }
     }
 
@@ -278,7 +307,7 @@ impl Transport for Negotiated {
                     taken.push(id);
                     let reason =
                         format!("{} counted region {id} where others have {first}", backend.capabilities().backend);
-                    self.uneven = true;
+                    self.ids = Ids::DifferUntilEmpty;
                     self.undo(&taken);
                     return Err(RegisterError::Refused { backend: ANY, len: region.len(), reason });
                 }
@@ -299,9 +328,12 @@ impl Transport for Negotiated {
         if operations > 0 {
             return Err(DeregisterError::Busy { region, operations });
         }
-        // All have the same regions, and none has an operation on this one: what the first does, all do.
-        for backend in &mut self.backends {
-            backend.deregister(region)?;
+        let mut results = self.backends.iter_mut().map(|backend| backend.deregister(region));
+        results.next().unwrap_or(Err(DeregisterError::Unknown { region }))?;
+        // All have the same regions, and none has an operation on this one: what the first does, all do. One that doesn't breaks
+        // the contract; the region is gone, and the others are not held up.
+        if results.filter(Result::is_err).count() > 0 {
+            self.ids = Ids::DifferForGood;
         }
         self.registered = self.registered.saturating_sub(1);
         Ok(())
@@ -313,9 +345,14 @@ impl Transport for Negotiated {
         }
         let mut regions = Vec::new();
         let mut offers = Vec::with_capacity(self.backends.len());
-        // They all parse: `new` has tried.
+        // They all parse: `new` has tried. One that has other regions than the first is not offered.
         for mut blob in self.backends.iter().filter_map(|b| Blob::decode(&b.blob()).ok()) {
-            regions = std::mem::take(&mut blob.regions);
+            let theirs = std::mem::take(&mut blob.regions);
+            if offers.is_empty() {
+                regions = theirs;
+            } else if theirs != regions {
+                continue;
+            }
             offers.push(Offer::of(blob));
         }
         let lane = offer::encode(&offers);

@@ -6,8 +6,8 @@
 //!
 //! Which one was taken is never hidden: [`PeerInfo::lane`](crate::PeerInfo) begins its words with the backend's name, and says
 //! why a preferred one that both have was passed over. That happens in one case only: the preferred backend says at once that it
-//! can't [reach](crate::ConnectError::Unreachable) the peer (shared memory of another host). A lane that breaks later is lost, not
-//! replaced.
+//! can't [reach](crate::ConnectError::Unreachable) the peer (shared memory of another host). A lane that breaks later, or never comes
+//! up, is lost and not replaced: then the order of the list is the operator's to change.
 //!
 //! | | |
 //! |---|---|

@@ -27,6 +27,6 @@ mod policy;
 mod probe;
 mod report;
 
-pub use policy::{Policy, PolicyError};
+pub use policy::{Found, Policy, PolicyError};
 pub use probe::{Probe, ProbeError, ProbeOptions, run};
 pub use report::{Rate, Registration, Report};

@@ -7,8 +7,9 @@ use crate::types::{Lane, LaneKind};
 /// What a lane must be. The default allows every lane.
 ///
 /// A name is that of a [`LaneKind`] (`rdma`, `shm`, `cma`, `device`, `tcp`, ...) or of a library's transport, whole (`rc_mlx5`,
-/// `cuda_ipc`) or up to an underscore (`rc` for `rc_mlx5` and `rc_verbs`). One of the names must fit: the lane's kind, or *each* of
-/// the transports that carry its bytes, so that a part that goes another way is no part of what was allowed.
+/// `cuda_ipc`) or up to an underscore (`rc` for `rc_mlx5` and `rc_verbs`; but `cuda` is `cuda_copy` too, which goes through the
+/// host). A lane fits if its kind does, or *each* of the transports that carry its bytes; a transport that is known to be of
+/// another kind fits only by a name of its own, so that a part that goes another way is no part of what was allowed.
 ///
 /// Libraries' names can't be listed here, so every name of the right form is taken: one that nothing fits refuses every lane.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -153,9 +154,12 @@ impl Policy {
     /// # Errors
     /// As for [`check`](Self::check).
     pub fn check_kind(&self, lane: &Lane) -> Result<(), PolicyError> {
-        let by_transports = !lane.transports.is_empty()
-            && lane.transports.iter().all(|t| self.require.iter().any(|name| fits(name, t)));
-        if self.require.is_empty() || self.require.iter().any(|name| name == lane.kind.name()) || by_transports {
+        let required = |kind: LaneKind| self.require.iter().any(|name| name == kind.name());
+        let by_kind = required(lane.kind);
+        // What the table doesn't know is what the backend says of the lane.
+        let of_kind = |t: &str| by_kind && LaneKind::of_transport(t).is_none_or(required);
+        let each = lane.transports.iter().all(|t| self.require.iter().any(|name| fits(name, t)) || of_kind(t));
+        if self.require.is_empty() || (each && (by_kind || !lane.transports.is_empty())) {
             return Ok(());
         }
         Err(PolicyError::Kind { required: self.require.clone(), found: Found::new(lane) })
@@ -227,6 +231,13 @@ mod tests {
         // A lane that says no more than its kind.
         let shm = lane(LaneKind::SharedMemory, &[], None);
         assert!(check(&["shm"], &shm) && !check(&["posix"], &shm));
+        // A backend that calls a lane by its fastest part.
+        let fallback = lane(LaneKind::Rdma, &["rc_mlx5", "tcp"], None);
+        assert!(!check(&["rdma"], &fallback) && check(&["rdma", "tcp"], &fallback));
+        assert!(
+            check(&["rdma"], &lane(LaneKind::Rdma, &["efa"], None)),
+            "of a name that nobody knows, the backend says the kind"
+        );
         // Some of the bytes go another way.
         let mixed = lane(LaneKind::Unknown, &["rc_mlx5", "tcp"], None);
         assert!(!check(&["rc"], &mixed) && check(&["rc", "tcp"], &mixed));

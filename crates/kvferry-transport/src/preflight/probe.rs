@@ -13,6 +13,9 @@ use crate::region::Region;
 use crate::transport::Transport;
 use crate::types::{Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Submission};
 
+/// How long reads that were cancelled may take to end.
+const GIVE_UP: Duration = Duration::from_secs(1);
+
 /// How much is measured. Start from [`ProbeOptions::default`] or [`quick`](Self::quick).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
@@ -76,6 +79,15 @@ pub enum ProbeError {
         len: Bytes,
         /// What it must have.
         least: u64,
+    },
+    /// There is no size to measure.
+    #[error("the probe has no sizes to measure; give at least one")]
+    NoSizes,
+    /// A read of this size fits nowhere.
+    #[error("no read of {size} fits into the peer's region and the scratch region")]
+    NoRoom {
+        /// Its bytes.
+        size: Bytes,
     },
     /// No such connection.
     #[error("no connection {peer}")]
@@ -184,6 +196,9 @@ impl Probe {
         if len == Bytes::ZERO {
             return Err(ProbeError::Scratch { region, len, least: 1 });
         }
+        if options.sizes.is_empty() {
+            return Err(ProbeError::NoSizes);
+        }
         let small = options.small.clamp(1, room);
         let mut stages = vec![Stage::small(small, u64::from(options.small_operations.max(1)))];
         let mut sizes: Vec<_> = options.sizes.iter().map(|size| (*size).clamp(1, room)).collect();
@@ -251,7 +266,11 @@ impl Probe {
         stage.submitted += 1;
         self.given = Some(Open { slot, since: now });
         let size = stage.size;
-        let batch = self.read(slot, size)?;
+        let Some(batch) = self.read(slot, size) else {
+            self.given = None;
+            self.result = Some(Err(ProbeError::NoRoom { size: Bytes::new(size) }));
+            return None;
+        };
         Some(Submission { peer: self.peer, kind: OpKind::Read, batch, notify: None })
     }
 
@@ -319,8 +338,15 @@ impl Probe {
             }
         }
         if !stage.warm {
-            (stage.warm, stage.submitted) = (true, 0);
-            return;
+            let took = now.saturating_sub(open.since);
+            if stage.times.is_some() || took < self.options.time {
+                (stage.warm, stage.submitted) = (true, 0);
+                return;
+            }
+            // So slow that this one says it: no more of the size, and none larger.
+            (stage.ended, stage.span) = (1, Some((open.since, now)));
+            self.stages.truncate(self.stage + 1);
+            return self.close_stage();
         }
         stage.ended += 1;
         stage.span = stage.span.map(|(first, _)| (first, now));
@@ -402,10 +428,11 @@ impl Stage {
 }
 
 /// Measures a lane, blocking: registers `scratch` for it and gives it up again. `clock` is the driver's; events that are not the
-/// probe's go to `others`.
+/// probe's go to `others`; among them may be ends of its reads that came too late for it.
 ///
 /// # Errors
-/// Why there is no report. Where reads are still under way then, the scratch region stays registered: disconnect, and deregister it.
+/// Why there is no report. Reads under way are cancelled then; if some don't end within a second, the scratch region stays registered:
+/// disconnect, and deregister it.
 pub fn run(
     transport: &mut dyn Transport,
     peer: PeerId,
@@ -441,6 +468,7 @@ fn measure(
     others: &mut Vec<Event>,
 ) -> Result<Report, ProbeError> {
     let mut probe = Probe::new(options.clone(), peer, info, scratch)?;
+    let mut cancelled: Option<Duration> = None;
     loop {
         let next = transport.step(clock());
         let now = clock();
@@ -450,7 +478,13 @@ fn measure(
             }
         }
         if let Some(result) = probe.result() {
-            return result.clone();
+            let since = *cancelled.get_or_insert_with(|| {
+                probe.open().for_each(|op| transport.cancel(op).unwrap_or(()));
+                now
+            });
+            if probe.open().next().is_none() || now.saturating_sub(since) > GIVE_UP {
+                return result.clone();
+            }
         }
         let mut submitted = false;
         while let Some(submission) = probe.poll(clock()) {
