@@ -12,6 +12,10 @@ use std::ptr::{self, NonNull};
 use kvferry_transport::OpKind;
 
 use crate::error::NixlError;
+use lists::RegList;
+pub(crate) use lists::{List, Notifications, Request};
+
+mod lists;
 
 type Status = c_int;
 type Handle = *mut c_void;
@@ -574,82 +578,5 @@ unsafe fn take_bytes(status: Status, data: *mut c_void, len: usize) -> Result<Ve
         let bytes = std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), len).to_vec();
         libc::free(data.as_ptr());
         Ok(bytes)
-    }
-}
-
-/// A list of registrations.
-struct RegList(NonNull<c_void>);
-
-impl RegList {
-    fn empty() -> Result<Self, Fail> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the result has a place.
-        handle(unsafe { nixl_capi_create_reg_dlist(DRAM, &raw mut raw) }, raw).map(Self)
-    }
-
-    fn one(addr: usize, len: usize, serial: u64) -> Result<Self, Fail> {
-        let list = Self::empty()?;
-        // SAFETY: the list is alive; the metadata is empty.
-        check(unsafe { nixl_capi_reg_dlist_add_desc(list.0.as_ptr(), addr, len, serial, ptr::null(), 0) })?;
-        Ok(list)
-    }
-}
-
-impl Drop for RegList {
-    fn drop(&mut self) {
-        // SAFETY: made by us, destroyed once.
-        unsafe { nixl_capi_destroy_reg_dlist(self.0.as_ptr()) };
-    }
-}
-
-/// A list of places.
-#[derive(Debug)]
-pub(crate) struct List(NonNull<c_void>);
-
-impl List {
-    pub(crate) fn new() -> Result<Self, Fail> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the result has a place.
-        handle(unsafe { nixl_capi_create_xfer_dlist(DRAM, &raw mut raw) }, raw).map(Self)
-    }
-
-    pub(crate) fn clear(&mut self) -> Result<(), Fail> {
-        // SAFETY: the list is alive.
-        check(unsafe { nixl_capi_xfer_dlist_clear(self.0.as_ptr()) })
-    }
-
-    pub(crate) fn add(&mut self, addr: usize, len: usize, serial: u64) -> Result<(), Fail> {
-        // SAFETY: the list is alive. What it names is checked against registrations when a request is made of it.
-        check(unsafe { nixl_capi_xfer_dlist_add_desc(self.0.as_ptr(), addr, len, serial) })
-    }
-}
-
-impl Drop for List {
-    fn drop(&mut self) {
-        // SAFETY: made by us, destroyed once.
-        unsafe { nixl_capi_destroy_xfer_dlist(self.0.as_ptr()) };
-    }
-}
-
-/// A request. Must be given back by [`Agent::release`]; dropped otherwise, it leaks.
-#[derive(Debug)]
-pub(crate) struct Request(NonNull<c_void>);
-
-/// Where notifications are put.
-#[derive(Debug)]
-pub(crate) struct Notifications(NonNull<c_void>);
-
-impl Notifications {
-    pub(crate) fn new() -> Result<Self, Fail> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the result has a place.
-        handle(unsafe { nixl_capi_create_notif_map(&raw mut raw) }, raw).map(Self)
-    }
-}
-
-impl Drop for Notifications {
-    fn drop(&mut self) {
-        // SAFETY: made by us, destroyed once.
-        unsafe { nixl_capi_destroy_notif_map(self.0.as_ptr()) };
     }
 }
