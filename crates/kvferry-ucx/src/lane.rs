@@ -8,7 +8,10 @@
 //! ```
 //!
 //! The lanes for `rma_bw` carry reads and writes. Where there is none, UCX carries them in messages, and the peer's rail
-//! copies: then it is the lanes for `am` that do.
+//! copies: then it is the lanes for `am` that do, and whatever they are, this is no direct access by hardware.
+//!
+//! A connection has one kind only if all that carries its transfers is of that kind. A rail that has fallen back to something else
+//! must not hide behind the others, since a policy may go by the kind.
 
 use std::fmt::Write as _;
 
@@ -29,8 +32,10 @@ pub(crate) struct RailLane {
 pub(crate) enum Role {
     /// Reads and writes.
     Transfers,
-    /// Messages, and also reads and writes.
+    /// Reads and writes, and messages.
     Both,
+    /// Messages, and reads and writes in messages, which the peer's rail copies.
+    Emulated,
     /// Messages.
     Messages,
     /// Something else.
@@ -46,7 +51,7 @@ fn parse(info: &str) -> Vec<RailLane> {
     let mut lanes: Vec<_> = info.lines().filter_map(line).collect();
     if !lanes.iter().any(|lane| matches!(lane.role, Role::Transfers | Role::Both)) {
         for lane in lanes.iter_mut().filter(|lane| lane.role == Role::Messages) {
-            lane.role = Role::Both;
+            lane.role = Role::Emulated;
         }
     }
     lanes
@@ -70,14 +75,25 @@ fn line(line: &str) -> Option<RailLane> {
     Some(RailLane { transport: transport.to_owned(), device: device.to_owned(), role })
 }
 
-fn kind(transport: &str) -> LaneKind {
+/// The kind of a lane that carries transfers.
+fn kind(lane: &RailLane) -> LaneKind {
+    match kind_of(&lane.transport) {
+        LaneKind::Rdma | LaneKind::DeviceDirect | LaneKind::CrossProcess if lane.role == Role::Emulated => {
+            LaneKind::Unknown
+        }
+        kind => kind,
+    }
+}
+
+/// The kind of UCX's transport where it reads and writes by itself. `ud` never does: its puts are packets whose receiver copies.
+fn kind_of(transport: &str) -> LaneKind {
     match transport {
         "self" => LaneKind::InProcess,
         "posix" | "sysv" | "xpmem" => LaneKind::SharedMemory,
         "cma" | "knem" => LaneKind::CrossProcess,
         "tcp" => LaneKind::Stream,
         "cuda_ipc" | "gdr_copy" | "rocm_ipc" | "rocm_gdr" | "ze_ipc" => LaneKind::DeviceDirect,
-        rdma if ["rc_", "dc_", "ud_", "srd", "gga_"].iter().any(|prefix| rdma.starts_with(prefix)) => LaneKind::Rdma,
+        rdma if ["rc_", "dc_", "srd", "gga_"].iter().any(|prefix| rdma.starts_with(prefix)) => LaneKind::Rdma,
         _ => LaneKind::Unknown,
     }
 }
@@ -90,32 +106,50 @@ pub(crate) fn intended() -> Lane {
 /// The lane of a connection whose rails have these lanes.
 pub(crate) fn merged<'a>(rails: impl Iterator<Item = &'a [RailLane]>) -> Lane {
     let mut transports: Vec<String> = Vec::new();
+    let mut kinds: Vec<LaneKind> = Vec::new();
     let mut detail = String::new();
     for (rail, lanes) in rails.enumerate() {
-        let carries = |lane: &&RailLane| matches!(lane.role, Role::Transfers | Role::Both);
+        let carries = |lane: &&RailLane| matches!(lane.role, Role::Transfers | Role::Both | Role::Emulated);
         for lane in lanes.iter().filter(carries) {
-            if !transports.contains(&lane.transport) {
-                transports.push(lane.transport.clone());
-            }
+            add(&mut transports, lane.transport.clone());
+            add(&mut kinds, kind(lane));
+        }
+        // Of such a rail nothing is known, and it carries its share.
+        if !lanes.iter().any(|lane| carries(&lane)) {
+            add(&mut kinds, LaneKind::Unknown);
         }
         let names = |role: &[Role]| {
             let of_role = lanes.iter().filter(|lane| role.contains(&lane.role));
-            of_role.map(|lane| format!("{}/{}", lane.transport, lane.device)).collect::<Vec<_>>().join(", ")
+            let names: Vec<_> = of_role.map(|lane| format!("{}/{}", lane.transport, lane.device)).collect();
+            if names.is_empty() { "nothing that UCX tells of".to_owned() } else { names.join(", ") }
         };
-        let emulated = !lanes.iter().any(|lane| lane.role == Role::Transfers)
-            && lanes.iter().any(|lane| lane.role == Role::Both && kind(&lane.transport) != LaneKind::Rdma);
-        let how = if emulated { " (or in messages, copied by the peer)" } else { "" };
+        let emulated = lanes.iter().any(|lane| lane.role == Role::Emulated);
+        let how = if emulated { " (in messages, copied by the peer)" } else { "" };
         let separator = if rail == 0 { "" } else { "; " };
         // Writing to a string can't fail.
         let _: std::fmt::Result = write!(
             detail,
             "{separator}rail {rail}: transfers by {}{how}, messages by {}",
-            names(&[Role::Transfers, Role::Both]),
-            names(&[Role::Messages, Role::Both]),
+            names(&[Role::Transfers, Role::Both, Role::Emulated]),
+            names(&[Role::Messages, Role::Both, Role::Emulated]),
         );
     }
-    let kind = transports.first().map_or(LaneKind::Unknown, |transport| kind(transport));
+    let kind = match kinds[..] {
+        [kind] => kind,
+        [] => LaneKind::Unknown,
+        _ => {
+            let names: Vec<_> = kinds.iter().map(|kind| kind.name()).collect();
+            detail = format!("mixed ({}): {detail}", names.join(", "));
+            LaneKind::Unknown
+        }
+    };
     Lane { kind, transports, detail, measured: None }
+}
+
+fn add<T: PartialEq>(list: &mut Vec<T>, item: T) {
+    if !list.contains(&item) {
+        list.push(item);
+    }
 }
 
 #[cfg(test)]
@@ -143,20 +177,46 @@ mod tests {
         let cma: Vec<_> =
             with(&[("sysv/memory", Role::Messages), ("cma/memory", Role::Transfers), ("posix/memory", Role::Other)]);
         assert_eq!(of(CMA), cma);
-        assert_eq!(of(TCP), with(&[("tcp/eth0.1", Role::Both)]) as Vec<_>);
+        assert_eq!(of(TCP), with(&[("tcp/eth0.1", Role::Emulated)]) as Vec<_>);
         assert_eq!(of(RC), with(&[("rc_mlx5/mlx5_0:1", Role::Both)]) as Vec<_>);
         assert_eq!(of("nothing\n# lane[\n# lane[0]: x"), Vec::new());
     }
 
+    fn lane(infos: &[&str]) -> Lane {
+        let rails: Vec<_> = infos.iter().map(|info| parse(info)).collect();
+        merged(rails.iter().map(Vec::as_slice))
+    }
+
     #[test]
     fn the_kind_is_that_of_what_carries_transfers() {
-        let lanes = [parse(CMA), parse(TCP), parse(RC)];
-        let lane = merged(lanes[..1].iter().map(Vec::as_slice));
-        assert_eq!((lane.kind, lane.transports), (LaneKind::CrossProcess, vec!["cma".to_owned()]));
-        assert_eq!(lane.detail, "rail 0: transfers by cma/memory, messages by sysv/memory");
-        let lane = merged(lanes[1..].iter().map(Vec::as_slice));
-        assert_eq!((lane.kind, lane.transports), (LaneKind::Stream, vec!["tcp".to_owned(), "rc_mlx5".to_owned()]));
-        assert!(lane.detail.contains("; rail 1: transfers by rc_mlx5/mlx5_0:1, messages by"), "{}", lane.detail);
-        assert_eq!(merged(std::iter::empty()).kind, LaneKind::Unknown);
+        let cma = lane(&[CMA]);
+        assert_eq!((cma.kind, cma.transports), (LaneKind::CrossProcess, vec!["cma".to_owned()]));
+        assert_eq!(cma.detail, "rail 0: transfers by cma/memory, messages by sysv/memory");
+        assert_eq!(lane(&[RC, RC]).kind, LaneKind::Rdma);
+        let tcp = lane(&[TCP, TCP]);
+        assert_eq!((tcp.kind, tcp.transports), (LaneKind::Stream, vec!["tcp".to_owned()]));
+        let how = "rail 1: transfers by tcp/eth0.1 (in messages, copied by the peer), messages by tcp/eth0.1";
+        assert!(tcp.detail.ends_with(how), "{}", tcp.detail);
+        assert_eq!(lane(&[]).kind, LaneKind::Unknown);
+    }
+
+    #[test]
+    fn a_rail_that_fell_back_does_not_hide_behind_another() {
+        let required = kvferry_transport::preflight::Policy::new(["rdma"], None).unwrap();
+        required.check(&lane(&[RC, RC])).unwrap();
+        let two_lanes = format!("{RC}\n#  lane[1]:  1:tcp/eth0.0 md[0]  -> md[0]/tcp/sysdev[255] seg 8192 rma_bw#1");
+        for mixed in [&[RC, TCP][..], &[TCP, RC], &[&two_lanes], &[RC, ""]] {
+            let mixed = lane(mixed);
+            assert_eq!(mixed.kind, LaneKind::Unknown);
+            assert!(mixed.detail.starts_with("mixed ("), "{}", mixed.detail);
+            assert!(required.check(&mixed).is_err(), "{mixed:?}");
+        }
+        assert!(lane(&[RC, ""]).detail.contains("rail 1: transfers by nothing that UCX tells of"));
+        // Cards that only carry messages.
+        for emulated in [RC.replace("rma_bw#0 ", ""), RC.replace("rc_mlx5", "ud_mlx5"), RC.replace("rc", "ud")] {
+            let emulated = lane(&[&emulated]);
+            assert_eq!(emulated.kind, LaneKind::Unknown, "{emulated:?}");
+            assert!(required.check(&emulated).is_err(), "{emulated:?}");
+        }
     }
 }

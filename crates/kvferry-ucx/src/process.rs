@@ -76,37 +76,50 @@ impl Process {
         }
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Watch::Unknown };
         match pidfd_open(pid, PidfdFlags::empty()) {
-            // The descriptor is of whoever has the number now; the time tells whether that is the one that was meant.
-            Ok(fd) if started(self.pid) == Some(self.started) => Watch::Alive { fd, pid: self.pid },
-            Ok(_) | Err(rustix::io::Errno::SRCH) => Watch::Gone,
+            Ok(fd) => self.judge(fd, started(self.pid)),
+            Err(rustix::io::Errno::SRCH) => Watch::Gone,
             Err(_) => Watch::Unknown,
         }
     }
+
+    /// What a descriptor tells of it that was opened by its number, with the time that the kernel gives for that number.
+    fn judge(&self, fd: OwnedFd, started: Option<u64>) -> Watch {
+        match started {
+            // The descriptor is of whoever has the number now; the time tells whether that is the one that was meant.
+            Some(time) if time == self.started => Watch::Alive { fd, pid: self.pid },
+            Some(_) => Watch::Gone,
+            // Either it has just ended, or we may not look (`hidepid`, another user): then it may be alive, or another.
+            None if ended(&fd) => Watch::Gone,
+            None => Watch::Unknown,
+        }
+    }
+}
+
+/// Whether the process of a descriptor has ended.
+fn ended(fd: &OwnedFd) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&zero)).is_ok_and(|n| n > 0)
 }
 
 impl Watch {
     /// Whether it is known to have ended.
     pub(crate) fn is_gone(&self) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
         match self {
             Self::Gone => true,
             Self::Unknown | Self::Ourselves => false,
-            Self::Alive { fd, .. } => {
-                let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-                poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&zero)).is_ok_and(|n| n > 0)
-            }
+            Self::Alive { fd, .. } => ended(fd),
         }
     }
-}
 
-impl Watch {
     /// Whether it is alive as far as is known, but has begun to end: its memory and sockets may be gone, but a thread of it may
-    /// still be in a copy.
+    /// still be in a copy. Also of a process whose first thread has left by itself and whose others go on, which the kernel
+    /// shows in the same way; no program does that whose `main` returns.
     pub(crate) fn is_dying(&self) -> bool {
         const EXITING: u64 = 0x4; // PF_EXITING of the kernel's sched.h.
-        let Self::Alive { pid, .. } = self else { return false };
-        // Seven fields behind the name; gone from the table means ended, which the descriptor tells.
-        field(*pid, 6).is_none_or(|flags| flags & EXITING != 0)
+        let Self::Alive { fd, pid } = self else { return false };
+        // Seven fields behind the name. Where we may not look any more, the descriptor still tells of the end.
+        field(*pid, 6).map_or_else(|| ended(fd), |flags| flags & EXITING != 0)
     }
 }
 
@@ -141,8 +154,14 @@ mod tests {
         let peer = Process { pid: child.id(), started: started(child.id()).unwrap(), ..ours };
         let watch = peer.watch(&ours);
         assert!(matches!(watch, Watch::Alive { .. }) && !watch.is_gone() && !watch.is_dying());
+        // What is seen where the kernel hides others' processes.
+        let open = || pidfd_open(Pid::from_raw(child.id().cast_signed()).unwrap(), PidfdFlags::empty()).unwrap();
+        assert!(matches!(peer.judge(open(), None), Watch::Unknown));
+        assert!(matches!(peer.judge(open(), Some(peer.started + 1)), Watch::Gone));
+        let kept = open();
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(watch.is_dying() && watch.is_gone() && matches!(peer.watch(&ours), Watch::Gone));
+        assert!(matches!(peer.judge(kept, None), Watch::Gone));
     }
 }
