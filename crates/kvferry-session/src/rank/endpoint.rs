@@ -48,8 +48,10 @@ impl Endpoint {
     }
 
     pub(super) fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
-        self.called = true;
-        self.transport.submit(submission)
+        let result = self.transport.submit(submission);
+        // A refusal changes nothing: to step again at once would only be refused again.
+        self.called |= result.is_ok();
+        result
     }
 
     /// One that is not in flight any more has its event on the way.

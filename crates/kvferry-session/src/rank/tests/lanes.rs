@@ -77,13 +77,16 @@ fn a_lane_that_cannot_be_measured_is_refused() {
         (OpFault::Refuse(SubmitError::Refused { reason: "no room".into() }), "no room"),
         (OpFault::LoseCompletion, "not done within"),
     ] {
-        for k in [0, 1, 3] {
+        for k in [0, 1, 2] {
             let mut w = World::with(on(k, fault.clone()), policy(&[], Some(1)));
             w.pull(Assurance::Fenced);
             w.run(20 * SECOND);
             assert_eq!(w.fault().stage, Stage::Connect, "{k} {fault:?}");
             assert!(w.fault().text.contains("can't be measured") && w.fault().text.contains(reason), "{}", w.fault());
-            assert!(matches!(&standings(&w)[..], [LaneStanding::Refused(_), LaneStanding::Up]), "{:?}", standings(&w));
+            let standings = standings(&w);
+            let refused = standings.iter().filter(|s| matches!(s, LaneStanding::Refused(_))).count();
+            let up = standings.iter().filter(|s| **s == LaneStanding::Up).count();
+            assert_eq!((refused, up), (1, 1), "{standings:?}");
             assert!(!w.d.lanes.is_reading() && w.d.end.ops.is_empty());
         }
     }
@@ -320,18 +323,24 @@ fn nothing_waits_for_a_step_that_nobody_asks_for() {
         (on(1, OpFault::Fail(lost())), Policy::default()),
         (Script::default(), policy(&[], Some(1))),
         (on(0, OpFault::LoseCompletion), policy(&[], Some(1))),
+        // A queue that is full for ever is waited for, not asked again and again.
+        (
+            Script { submit: (0..20_000).map(|k| (k, full.clone())).collect(), ..Script::default() },
+            policy(&[], Some(1)),
+        ),
     ] {
-        let mut w = World::with(script.clone(), policy);
+        let faults = script.submit.len();
+        let mut w = World::with(script, policy);
         pull(&mut w, 1);
         let (mut now, mut steps) = (w.now, 0);
         while let Some(next) = w.d.step(now) {
             // The clock goes on a little by itself.
-            now = next.max(now) + Duration::from_micros(1);
+            now = next.max(now) + Duration::from_micros(20);
             steps += 1;
-            assert!(steps < 100_000, "it never rests");
+            assert!(steps < 10_000, "it never rests");
         }
         let ended = std::iter::from_fn(|| w.d.next_message()).filter(|m| matches!(m, FromRank::Pulled { .. })).count();
-        assert_eq!(ended, 1, "{script:?}");
+        assert_eq!(ended, 1, "with {faults} faults");
         assert!(w.d.end.ops.is_empty());
     }
 }
