@@ -22,27 +22,34 @@
 //! help, and keeps the named regions' owners alive until the operation has said that it has ended. That is said, with the
 //! notification, after every `ucp_get_nbx` has completed ("when the data is in the local buffer"), and for writes after a
 //! `ucp_ep_flush_nbx` on every rail that wrote: by then all operations "are completed both at the origin and at the
-//! target" (`ucp.h`). UCX promises no order of active messages, and none is needed.
+//! target" (`ucp.h`). UCX promises no order of active messages, and none is needed. An operation with a notification is `Done` when
+//! the peer has said that it was told; if the lane breaks before that, it is in doubt.
 //!
 //! # What is promised of memory
 //! [`Revocation::Fences`](kvferry_transport::Revocation::Fences): once `revoke` or `deregister` has returned, no further operation of
-//! a peer is granted; one that was may go on until it ends, and the memory stays registered and alive until then. What
-//! stands behind that depends on the lane, for peers that don't keep to the protocol:
+//! a peer is granted; one that was may go on until it ends, and the memory stays registered and alive until then. A peer
+//! whose lane broke may be in the middle of a copy: what it has open is let go when it says so, when its process has ended, or, on
+//! another host, when none of its lanes is left. That holds for peers that keep to the protocol. What UCX has against others:
 //!
-//! | lane | a peer with the old keys, after `revoke` | after `deregister`, once nothing is open |
+//! | what a peer uses | after `revoke` | after `deregister`, once nothing is open |
 //! |---|---|---|
-//! | `rc`, `dc`, `ud` (the network card checks keys) | can still touch the region | is refused by the card |
-//! | `cuda_ipc` and its like | can still touch it | can, as long as it keeps its mapping |
+//! | remote access over `rc`, `dc` (the network card checks keys) | can touch the region with its old key | the card refuses |
+//! | `cuda_ipc` and its like | can touch the region | can, as long as it keeps its mapping |
 //! | `cma`, `posix`, `sysv` | can touch whatever the kernel lets its user touch, registered or not | the same |
-//! | `tcp`, and messages in general | can have our rail touch the region, as UCX checks nothing | the same, any memory of this process |
+//! | messages, over any lane, `tcp` and `ud` among them | can have our worker read and write any address of this process | the same |
 //!
-//! So UCX is for peers that are trusted with each other's memory: blobs must go over a control plane that only they can read.
+//! The last row is how UCX does reads and writes where nothing better is there; it serves such requests on every worker and
+//! checks no keys. So **the network of the rails must be one that only trusted hosts reach** ([`Rail::devices`] chooses it), and
+//! blobs must come from peers that were authenticated: UCX's `tcp` listens without asking who calls. What this crate
+//! checks of a blob is its frame, all lengths and numbers in it, and the shape of UCX's addresses and keys, whose parsers would
+//! follow anything; what stands in them is believed.
 //!
 //! # Peers that die
 //! Endpoints of UCX report errors (`UCP_ERR_HANDLING_MODE_PEER`), idle ones are probed ([`UcxConfig::keepalive`]), and processes on
 //! this host are watched by `pidfd`. A broken lane to a process that is dying is told as
-//! [`Gone`](kvferry_transport::LostCause::Gone) once all threads of it have ended, which is when it can touch nothing any more. A
-//! write on a broken lane to a peer of which nothing is known ends in doubt.
+//! [`Gone`](kvferry_transport::LostCause::Gone) once all threads of it have ended, which is when *it* can touch nothing any more
+//! (memory that it shared with others may still change). A write that could not be flushed ends in doubt unless its peer's
+//! process is known to have ended; so does one to an endpoint that goes while its process lives.
 //!
 //! # UCX itself
 //! `UCX_*` variables of the environment apply, behind what [`UcxConfig`] sets. UCX writes its warnings to the standard output unless
@@ -52,7 +59,8 @@
 //! |---|---|
 //! | `config`, `error` | what can be set, and why an endpoint could not be opened |
 //! | `transport` | [`UcxTransport`]: registrations, connections and operations as their owner sees them |
-//! | `shared`, `bell`, `work` | between the endpoint and its rails: mailboxes, reports, the registrations, an operation |
+//! | `shared`, `mailbox`, `bell`, `work` | between the endpoint and its rails: orders, reports, an operation |
+//! | `books` | the registrations, and who has what open on them |
 //! | `rail` | the thread: loop, connections, guests, shares of operations |
 //! | `walk` | a share of a batch as contiguous pieces |
 //! | `wire`, `part`, `process` | what rails say to each other, our part of the blob, which process a peer is |

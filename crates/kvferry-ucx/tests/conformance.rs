@@ -81,15 +81,15 @@ fn as_ucx_chooses_on_one_rail() {
 
 #[test]
 fn as_ucx_chooses_on_two_rails() {
-    suite(UcxConfig::with_rails(2), 60, LaneKind::CrossProcess);
+    suite(UcxConfig::with_rails(2), 40, LaneKind::CrossProcess);
 }
 
 #[test]
 fn over_tcp() {
-    suite(over(&["tcp"], 2), 30, LaneKind::Stream);
+    suite(over(&["tcp"], 2), 20, LaneKind::Stream);
 }
 
 #[test]
 fn over_shared_memory_alone() {
-    suite(over(&["posix"], 1), 30, LaneKind::SharedMemory);
+    suite(over(&["posix"], 1), 20, LaneKind::SharedMemory);
 }
