@@ -176,12 +176,16 @@ impl Shared {
     /// The thread sleeps until it is given something to do, one of `fds` is readable, or the time is over.
     pub(crate) fn sleep<'a>(&'a self, fds: &mut Vec<PollFd<'a>>, limit: Duration) {
         self.sleeping.store(true, Ordering::SeqCst);
+        let mut rung = false;
         if lock(&self.commands).is_empty() {
             fds.push(PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN));
             // An interruption is as good as the end of the time.
             let _ = poll(fds, Some(&timespec(limit)));
+            rung = fds.last().is_some_and(|fd| !fd.revents().is_empty());
         }
-        if !self.sleeping.swap(false, Ordering::SeqCst) {
+        // Whoever took the flag may ring only after we woke by something else: such a ring is heard by the next sleep, which
+        // silences it although nobody took its flag.
+        if !self.sleeping.swap(false, Ordering::SeqCst) || rung {
             silence(&self.bell);
         }
     }
@@ -280,4 +284,21 @@ fn silence(fd: &OwnedFd) {
 
 fn timespec(time: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(time.subsec_nanos()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_late_ring_wakes_one_sleep_only() {
+        let shared = Shared::new().unwrap();
+        ring(&shared.bell);
+        shared.sleep(&mut Vec::new(), Duration::from_secs(5));
+        let start = Instant::now();
+        shared.sleep(&mut Vec::new(), Duration::from_millis(50));
+        assert!(start.elapsed() >= Duration::from_millis(50), "{:?}", start.elapsed());
+    }
 }

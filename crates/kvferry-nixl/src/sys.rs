@@ -14,8 +14,10 @@ use kvferry_transport::OpKind;
 use crate::error::NixlError;
 use lists::RegList;
 pub(crate) use lists::{List, Notifications, Request};
+use notices::tell;
 
 mod lists;
+mod notices;
 
 type Status = c_int;
 type Handle = *mut c_void;
@@ -431,42 +433,15 @@ impl Agent {
     }
 
     /// Makes progress and takes what peers sent: each sender's name and bytes.
-    pub(crate) fn notifications(&self, map: &Notifications, mut each: impl FnMut(&CStr, &[u8])) -> Result<(), Fail> {
-        let map = map.0.as_ptr();
-        // SAFETY: agent, map and arguments are alive, here and below.
-        check(unsafe { nixl_capi_get_notifs(self.raw.as_ptr(), map, self.args()) })?;
-        let mut senders = 0;
-        // SAFETY: as above.
-        check(unsafe { nixl_capi_notif_map_size(map, &raw mut senders) })?;
-        for sender in 0..senders {
-            let mut name = ptr::null();
-            // SAFETY: an index below the size.
-            check(unsafe { nixl_capi_notif_map_get_agent_at(map, sender, &raw mut name) })?;
-            if name.is_null() {
-                continue;
-            }
-            let mut count = 0;
-            // SAFETY: the name is the map's own and lives until the map changes.
-            check(unsafe { nixl_capi_notif_map_get_notifs_size(map, name, &raw mut count) })?;
-            for index in 0..count {
-                let (mut data, mut len) = (ptr::null(), 0);
-                // SAFETY: as above, with an index below the count.
-                check(unsafe { nixl_capi_notif_map_get_notif(map, name, index, &raw mut data, &raw mut len) })?;
-                let bytes = if data.is_null() || len == 0 {
-                    &[]
-                } else {
-                    // SAFETY: `len` bytes of the map's, which does not change while they are looked at.
-                    unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }
-                };
-                // SAFETY: the map's own name, as above.
-                each(unsafe { CStr::from_ptr(name) }, bytes);
-            }
+    ///
+    /// Nothing stays in the map, whatever happens: NIXL adds to what is there, so what stayed would be told again each time.
+    pub(crate) fn notifications(&self, map: &mut Notifications, each: impl FnMut(&CStr, &[u8])) -> Result<(), Fail> {
+        // SAFETY: agent, map and arguments are alive.
+        let got = check(unsafe { nixl_capi_get_notifs(self.raw.as_ptr(), map.0.as_ptr(), self.args()) });
+        if tell(map, each) > 0 || got.is_err() {
+            map.clear()?;
         }
-        if senders > 0 {
-            // SAFETY: nothing of the map is referred to any more.
-            check(unsafe { nixl_capi_notif_map_clear(map) })?;
-        }
-        Ok(())
+        got
     }
 
     /// Makes a request of two lists of the same lengths.

@@ -116,7 +116,7 @@ impl Worker {
         }
         let end = Instant::now() + FAREWELL;
         while Instant::now() < end {
-            let _ = self.net.agent.notifications(&self.net.notifications, |_, _| {});
+            let _ = self.net.agent.notifications(&mut self.net.notifications, |_, _| {});
             std::thread::yield_now();
         }
         let reply = self.stopping.take();
@@ -179,12 +179,13 @@ impl Worker {
         let mut inbox = std::mem::take(&mut self.inbox);
         let mut foreign = 0;
         // A failure of NIXL here is that of one of its engines, and shows in what is sent or requested as well.
-        let _ = self.net.agent.notifications(&self.net.notifications, |name, bytes| {
-            match crate::lane::endpoint_of(name.to_bytes()) {
-                Some(from) => inbox.push((from, bytes.to_vec())),
-                None => foreign += 1,
-            }
-        });
+        let _ =
+            self.net.agent.notifications(&mut self.net.notifications, |name, bytes| {
+                match crate::lane::endpoint_of(name.to_bytes()) {
+                    Some(from) => inbox.push((from, bytes.to_vec())),
+                    None => foreign += 1,
+                }
+            });
         if foreign > 0 {
             self.shared.telemetry().foreign += foreign;
         }

@@ -5,7 +5,7 @@ use std::ptr::{self, NonNull};
 
 use super::{
     DRAM, Fail, check, handle, nixl_capi_create_notif_map, nixl_capi_create_reg_dlist, nixl_capi_create_xfer_dlist,
-    nixl_capi_destroy_notif_map, nixl_capi_destroy_reg_dlist, nixl_capi_destroy_xfer_dlist,
+    nixl_capi_destroy_notif_map, nixl_capi_destroy_reg_dlist, nixl_capi_destroy_xfer_dlist, nixl_capi_notif_map_clear,
     nixl_capi_reg_dlist_add_desc, nixl_capi_xfer_dlist_add_desc, nixl_capi_xfer_dlist_clear,
 };
 
@@ -76,6 +76,15 @@ impl Notifications {
         let mut raw = ptr::null_mut();
         // SAFETY: the result has a place.
         handle(unsafe { nixl_capi_create_notif_map(&raw mut raw) }, raw).map(Self)
+    }
+
+    /// Empties it, if need be by another in its place.
+    pub(super) fn clear(&mut self) -> Result<(), Fail> {
+        // SAFETY: the map is alive, and nothing of it is referred to, since it is borrowed for itself alone.
+        if check(unsafe { nixl_capi_notif_map_clear(self.0.as_ptr()) }).is_err() {
+            *self = Self::new()?;
+        }
+        Ok(())
     }
 }
 
