@@ -168,6 +168,11 @@ impl Shared {
         std::mem::take(&mut *reports)
     }
 
+    #[cfg(test)]
+    pub(crate) fn notice_bytes(&self) -> usize {
+        self.notices.load(Ordering::Relaxed)
+    }
+
     /// Whether as many notifications wait as may.
     pub(crate) fn is_full(&self) -> bool {
         self.notices.load(Ordering::Relaxed) > MAX_NOTICES

@@ -264,3 +264,38 @@ fn a_peer_that_answers_nonsense_or_nothing_is_lost() {
     let nothing = [welcome, (wire::ANSWER, &granted), (wire::TOLD, &told), (wire::TOLD, b"x"), (wire::GOING, b"")];
     assert_eq!(lost(&nothing), LostCause::Gone);
 }
+
+#[test]
+fn notifications_that_nobody_takes_are_bounded_and_none_is_lost() {
+    const COUNT: u64 = 400;
+    let mut t = UcxTransport::new(UcxConfig::with_rails(1)).unwrap();
+    t.register(Region::zeroed(4096).unwrap()).unwrap();
+    let liar = Liar::new(&t);
+    let guest = liar.enter(1);
+    let notice = vec![7; 60 << 10];
+    for op in 0..COUNT {
+        liar.say(wire::ASK, guest, begin(op, 0, 0));
+        liar.say(wire::ASK, guest, Message::End { op, notify: Some(&notice) }.encode());
+    }
+    liar.listen(Duration::from_millis(300));
+    let waiting = t.shared_for_tests().notice_bytes();
+    assert!(waiting < 20 << 20, "{waiting} bytes wait");
+    let (mut heard, start) = (0, Instant::now());
+    while heard < COUNT {
+        liar.listen(Duration::from_millis(1));
+        t.step(start.elapsed());
+        let told = |e: &Event| matches!(e, Event::Notification { payload, .. } if *payload == notice);
+        heard += std::iter::from_fn(|| t.next_event()).filter(told).count() as u64;
+        assert!(start.elapsed() < Duration::from_secs(20), "{heard} of {COUNT}");
+    }
+    // One that is too long is none, and who says it is not spoken to any more.
+    liar.say(wire::ASK, guest, begin(COUNT, 0, 0));
+    let long = vec![7; crate::transport::MAX_NOTIFY + 1];
+    liar.say(wire::ASK, guest, Message::End { op: COUNT, notify: Some(&long) }.encode());
+    liar.listen(Duration::from_millis(50));
+    liar.say(wire::ASK, guest, begin(COUNT + 1, 0, 0));
+    assert!(liar.listen(Duration::from_millis(50)).is_empty());
+    t.step(start.elapsed());
+    // Its process is none that could be watched, and it has no lane any more: so it holds nothing.
+    assert_eq!((t.next_event(), t.shared_for_tests().books().open()), (None, 0));
+}

@@ -24,8 +24,6 @@ use crate::work::Work;
 /// How long after its lane broke the death of a peer is awaited: where it shows no sign of dying, and where it does.
 const SUSPECT: Duration = Duration::from_millis(50);
 const DYING: Duration = Duration::from_secs(20);
-/// How long the rail waits for UCX at its end.
-const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 
 /// One connection of ours, at this rail.
 pub(super) struct Conn {
@@ -135,6 +133,19 @@ impl Conn {
     /// Whether it is not known yet why its lane is broken.
     pub(super) fn is_suspect(&self) -> bool {
         self.suspect.is_some() && self.lost.is_none()
+    }
+
+    /// What is left of it at the end, when nothing is under way.
+    pub(super) fn into_endpoint(mut self) -> Option<Endpoint> {
+        self.keys.clear();
+        self.endpoint.take()
+    }
+
+    /// UCX wants keys to go before their endpoint, and after what uses them.
+    fn drop_idle_keys(&mut self) {
+        if self.runs == 0 {
+            self.keys.iter_mut().for_each(|key| *key = None);
+        }
     }
 
     fn send(&self, kind: u8, to: Ear, body: Vec<u8>) -> Result<(), LostCause> {
@@ -451,10 +462,12 @@ impl Rail {
             self.clock.restless = true;
         }
         if way == Way::Broken
-            && let Some(endpoint) = self.conns.get_mut(&id).and_then(|conn| conn.endpoint.take())
+            && let Some(conn) = self.conns.get_mut(&id)
         {
+            conn.drop_idle_keys();
             // Forced: UCX ends what is under way with an error.
-            self.close(endpoint, true);
+            let endpoint = conn.endpoint.take();
+            endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
         }
         self.let_conn_go(id);
     }
@@ -482,8 +495,7 @@ impl Rail {
         if conn.has_operations() || (!late && !lost && (calling || !conn.orphans.is_empty())) {
             return;
         }
-        // The keys go before the endpoint.
-        conn.keys.iter_mut().for_each(|key| *key = None);
+        conn.drop_idle_keys();
         if let Some(endpoint) = conn.endpoint.take() {
             if let Stage::Up { guest } = conn.stage {
                 // If it can't be told, the lane is broken, and the guest is mute.
@@ -505,25 +517,6 @@ impl Rail {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.halted = true;
         }
-    }
-
-    /// Closes everything, when nothing is under way any more.
-    pub(super) fn close_all(&mut self) {
-        self.runs.clear();
-        for (_, mut conn) in std::mem::take(&mut self.conns) {
-            conn.keys.clear();
-            let endpoint = conn.endpoint.take();
-            endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
-        }
-        let guests: Vec<u64> = self.guests.keys().copied().collect();
-        guests.into_iter().for_each(|id| self.forget_guest(id, true));
-        self.closings.iter_mut().for_each(|(closing, _)| closing.force());
-        let start = Instant::now();
-        while start.elapsed() < CLOSE_WITHIN && !self.closings.iter_mut().all(|(closing, _)| closing.done()) {
-            self.host.progress();
-            self.caller.progress();
-        }
-        // What UCX has not closed by now it does with its workers.
     }
 
     pub(super) fn lose_faulted_conns(&mut self) {
@@ -550,6 +543,7 @@ impl Rail {
             let others = self.shared.mailboxes.iter().enumerate().filter(|(rail, _)| *rail != self.index);
             others.for_each(|(_, mailbox)| mailbox.post(Command::Halt { conn: id }));
         }
+        conn.drop_idle_keys();
         let endpoint = conn.endpoint.take();
         endpoint.into_iter().for_each(|endpoint| self.close(endpoint, true));
     }

@@ -43,6 +43,9 @@ const LINGER: Duration = Duration::from_secs(1);
 /// How long the thread sleeps at most while operations are under way; UCX should wake it earlier.
 const WATCHFUL: Duration = Duration::from_millis(5);
 
+/// How long the rail waits for UCX at its end.
+const CLOSE_WITHIN: Duration = Duration::from_millis(200);
+
 /// How often the caller is driven before anything else is looked at.
 const PROGRESS: usize = 8;
 
@@ -291,6 +294,23 @@ impl Rail {
         let safe = self.outstanding.get() == 0 && !works && self.guests_are_idle();
         let polite = self.conns.is_empty() && self.guests.is_empty() && self.closings.is_empty();
         safe && (polite || since.elapsed() > LINGER)
+    }
+
+    /// Closes everything, when nothing is under way any more.
+    fn close_all(&mut self) {
+        self.runs.clear();
+        for endpoint in std::mem::take(&mut self.conns).into_values().filter_map(Conn::into_endpoint) {
+            self.close(endpoint, true);
+        }
+        let guests: Vec<u64> = self.guests.keys().copied().collect();
+        guests.into_iter().for_each(|id| self.forget_guest(id, true));
+        self.closings.iter_mut().for_each(|(closing, _)| closing.force());
+        let start = Instant::now();
+        while start.elapsed() < CLOSE_WITHIN && !self.closings.iter_mut().all(|(closing, _)| closing.done()) {
+            self.host.progress();
+            self.caller.progress();
+        }
+        // What UCX has not closed by now it does with its workers.
     }
 
     /// Reads what came in for both workers.

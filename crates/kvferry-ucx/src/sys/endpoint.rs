@@ -175,7 +175,8 @@ impl Endpoint {
     }
 }
 
-/// A key to a peer's memory.
+/// A key to a peer's memory. It should go before its endpoint, but may go later where operations that use it are still under way: UCX
+/// takes it apart without looking at the endpoint (1.22, `ucp_rkey_destroy`).
 pub(crate) struct RemoteKey(ucp::ucp_rkey_h);
 
 impl Drop for RemoteKey {
