@@ -53,7 +53,8 @@
 //!
 //! # UCX itself
 //! `UCX_*` variables of the environment apply, behind what [`UcxConfig`] sets. UCX writes its warnings to the standard output unless
-//! `UCX_LOG_FILE` says otherwise. Host memory only; the feature `ib` builds the transports for InfiniBand and RoCE in.
+//! `UCX_LOG_FILE` says otherwise. Memory is registered where it is; UCX's lanes of mapped memory (`ucp_rkey_ptr`) reach only what UCX
+//! itself has allocated, so they carry messages here, and mapped memory on one host is the business of `kvferry-shm`. Host memory only; the feature `ib` builds the transports for InfiniBand and RoCE in.
 //!
 //! | file | what it is |
 //! |---|---|
