@@ -148,7 +148,7 @@ fn ranks_with_different_backends_meet_over_what_both_have() {
     match missing("nixl") {
         Some(why) => kvferry_tests::skip("nixl", &why),
         None => {
-            cases.extend([("ucx", "nixl,ucx", "ucx"), ("nixl,ucx", "nixl,ucx", "nixl"), ("nixl,ucx", "ucx", "ucx")])
+            cases.extend([("ucx", "nixl,ucx", "ucx"), ("ucx,nixl", "nixl,ucx", "nixl"), ("nixl,ucx", "ucx", "ucx")])
         }
     }
     for (prefill, decode, taken) in cases {
