@@ -12,6 +12,7 @@ const BYE: u8 = 4;
 const PING: u8 = 5;
 const PONG: u8 = 6;
 const ACCESS: u8 = 7;
+const CLOSING: u8 = 8;
 
 /// One notification.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -28,7 +29,9 @@ pub(crate) enum Frame<'a> {
     Welcome { connection: u64 },
     /// The connection is given up.
     Leave { connection: u64 },
-    /// The endpoint ends.
+    /// The endpoint ends: operations on it are to end, and nothing new is to be asked. Its own may still be moving.
+    Closing,
+    /// The last word: nothing of the sender's touches the receiver's memory any more.
     Bye,
     /// Is anybody there?
     Ping,
@@ -71,6 +74,7 @@ impl<'a> Frame<'a> {
                 out.push(LEAVE);
                 out.extend_from_slice(&connection.to_le_bytes());
             }
+            Self::Closing => out.push(CLOSING),
             Self::Bye => out.push(BYE),
             Self::Ping => out.push(PING),
             Self::Pong => out.push(PONG),
@@ -99,6 +103,7 @@ impl<'a> Frame<'a> {
             }
             (WELCOME, _) => Ok(Self::Welcome { connection: connection()? }),
             (LEAVE, _) => Ok(Self::Leave { connection: connection()? }),
+            (CLOSING, []) => Ok(Self::Closing),
             (BYE, []) => Ok(Self::Bye),
             (PING, []) => Ok(Self::Ping),
             (PONG, []) => Ok(Self::Pong),
@@ -119,6 +124,7 @@ mod tests {
             Frame::Hello { connection: 7, process, metadata: b"" },
             Frame::Welcome { connection: u64::MAX },
             Frame::Leave { connection: 1 },
+            Frame::Closing,
             Frame::Bye,
             Frame::Ping,
             Frame::Pong,

@@ -11,6 +11,7 @@ use crate::config::NixlConfig;
 use crate::error::NixlError;
 use crate::feed::Lists;
 use crate::lane::agent_name;
+use crate::live::Live;
 use crate::process::Process;
 use crate::shared::Shared;
 use crate::sys::{Agent, AgentConfig, Fail, Library, List, Notifications, c_text};
@@ -50,6 +51,7 @@ fn worker(
     shared: Arc<Shared>,
     opened: &Sender<Result<usize, NixlError>>,
 ) {
+    let _live = Live::begin(id);
     // Short pauses are meant as short; by default the kernel makes each 50 µs longer.
     let _ = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1));
     let made = agent(library, &config, id).and_then(|(agent, metadata)| {

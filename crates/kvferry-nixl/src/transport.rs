@@ -101,7 +101,6 @@ impl NixlTransport {
         let process = Process::this();
         let shared = Arc::new(Shared::new().map_err(NixlError::system("making an eventfd"))?);
         let (thread, none) = crate::open::open(&library, &config, id, process, &shared)?;
-        live::begin(id);
         let mut capabilities = Capabilities::host(BACKEND);
         capabilities.max_in_flight = 1 << 14;
         capabilities.revocation = Revocation::Fences;
@@ -305,7 +304,7 @@ impl Transport for NixlTransport {
         }
         let ended = |what: &str| unreachable(format!("its {what} has ended; fetch a new blob"));
         let watch = part.process.watch(&self.process).map_err(|_| ended("process"))?;
-        if matches!(watch, crate::process::Watch::Here) && !live::is_live(endpoint) {
+        if matches!(watch, crate::process::Watch::Here) && !live::takes_connections(endpoint) {
             return Err(ended("endpoint"));
         }
         let peer = PeerId::new(self.next.0);
@@ -403,7 +402,7 @@ impl Drop for NixlTransport {
         if !self.is_ours() {
             return;
         }
-        live::end(self.id);
+        live::close(self.id);
         let (reply, answer) = sync_channel(1);
         self.shared.command(Command::Stop(reply));
         let ended = answer.recv_timeout(LAST_WAIT);

@@ -17,7 +17,7 @@ use crate::feed::Lists;
 use crate::frame::Frame;
 use crate::shared::{Command, Shared};
 use crate::sys::Fail;
-use flights::{Flight, Ghost};
+use flights::{Flight, Ghost, Orphan};
 use guests::Guest;
 pub(crate) use net::Net;
 use ops::Op;
@@ -52,8 +52,8 @@ pub(crate) struct Worker {
     /// Operations with bytes to post, in turns.
     moving: VecDeque<OpId>,
     flights: Vec<Flight>,
-    /// Operations that ended in doubt, by what of them is still in progress.
-    orphans: HashMap<OpId, (EndpointId, usize)>,
+    /// Operations that ended in doubt and whose ends the peers were not told.
+    orphans: HashMap<OpId, Orphan>,
     ghosts: Vec<Ghost>,
     /// Those that something could not be sent to, or whose requests fail, and until when their process's end is awaited as the cause.
     suspects: HashMap<EndpointId, Instant>,
@@ -96,7 +96,7 @@ impl Worker {
             did |= self.poll_flights();
             did |= self.post();
             did |= self.look_after();
-            if self.stopping.is_some() && self.flights.is_empty() && self.guests.values().all(|g| g.open == 0) {
+            if self.stopping.is_some() && self.flights.is_empty() && self.is_untouched() {
                 break;
             }
             if did {
@@ -114,6 +114,7 @@ impl Worker {
                 }
             }
         }
+        self.farewell();
         let end = Instant::now() + FAREWELL;
         while Instant::now() < end {
             let _ = self.net.agent.notifications(&mut self.net.notifications, |_, _| {});
@@ -127,6 +128,12 @@ impl Worker {
         if let Some(reply) = reply {
             let _ = reply.send(());
         }
+    }
+
+    /// Whether no guest touches our memory any more. Those on other hosts that can't be reached will never say so, but can't
+    /// once NIXL has ended the registrations, which it does before the memory goes.
+    fn is_untouched(&self) -> bool {
+        self.guests.iter().all(|(e, g)| g.open == 0 || (g.cut && !self.net.is_watched(*e)))
     }
 
     /// Does what the endpoint told.
@@ -174,10 +181,9 @@ impl Worker {
         }
     }
 
-    /// Takes what others sent.
-    fn hear(&mut self) -> bool {
-        let mut inbox = std::mem::take(&mut self.inbox);
-        let mut foreign = 0;
+    /// Lets NIXL make progress, and takes what others sent into the inbox.
+    pub(super) fn listen(&mut self) {
+        let (inbox, mut foreign) = (&mut self.inbox, 0);
         // A failure of NIXL here is that of one of its engines, and shows in what is sent or requested as well.
         let _ =
             self.net.agent.notifications(&mut self.net.notifications, |name, bytes| {
@@ -189,6 +195,12 @@ impl Worker {
         if foreign > 0 {
             self.shared.telemetry().foreign += foreign;
         }
+    }
+
+    /// Does what others sent.
+    fn hear(&mut self) -> bool {
+        self.listen();
+        let mut inbox = std::mem::take(&mut self.inbox);
         let mut did = !inbox.is_empty();
         for (from, bytes) in inbox.drain(..) {
             self.handle(from, bytes);
@@ -261,8 +273,10 @@ impl Worker {
     /// Something could not be sent to an endpoint. If its process can be watched, then its end may be the cause, and shows a little
     /// later: the system takes a killed process's memory down before it says that it has ended.
     fn unreachable(&mut self, endpoint: EndpointId) {
-        if self.net.has_ended(endpoint) {
+        if self.net.is_dead(endpoint) {
             self.gone(endpoint, true);
+        } else if self.net.is_given_up(endpoint) {
+            // All that follows from it was done. Its end, if it is seen, does the rest.
         } else if self.net.is_watched(endpoint) {
             self.suspects.entry(endpoint).or_insert_with(|| Instant::now() + self.config.silence);
         } else {
@@ -273,27 +287,48 @@ impl Worker {
     /// The connection to an endpoint is broken.
     fn broken(&mut self, endpoint: EndpointId) {
         self.suspects.remove(&endpoint);
-        self.net.ended(endpoint);
+        self.net.ended(endpoint, false);
         let cause =
             LostCause::Lane("NIXL can't reach it any more: its agent is gone or the network is broken".to_owned());
         for peer in self.peers_at(endpoint) {
             self.lose(peer, &cause);
         }
-        // NIXL has closed its side of the connection, so the peer's access through it has ended too.
-        self.remove_guest(endpoint);
+        // What it was granted goes its own way, which may well be whole: what it holds stays until its end is seen or told.
+        self.cut_guest(endpoint);
     }
 
-    /// An endpoint has ended, by its own word or, as one that is dead and can't hear us, by its process's end.
+    /// An endpoint has ended: it has said that nothing of it is in progress any more or, if it is dead, was seen to have ended.
     fn gone(&mut self, endpoint: EndpointId, dead: bool) {
         self.suspects.remove(&endpoint);
-        self.net.ended(endpoint);
+        self.net.ended(endpoint, dead);
+        if dead {
+            // Nobody is left who waits to be told of their ends.
+            self.orphans.retain(|_, orphan| orphan.endpoint != endpoint || orphan.left > 0);
+            self.ghosts.iter_mut().filter(|g| g.endpoint == endpoint).for_each(|g| g.dead = true);
+        }
         for peer in self.peers_at(endpoint) {
             if let Some(peer) = self.peers.get_mut(&peer) {
-                peer.dead = dead;
+                peer.dead |= dead;
             }
             self.lose(peer, &LostCause::Gone);
         }
         self.remove_guest(endpoint);
+    }
+
+    /// An endpoint is about to end: our operations on it end, and it waits for that. What it was granted may still be moving.
+    fn closes(&mut self, endpoint: EndpointId) {
+        for peer in self.peers_at(endpoint) {
+            self.lose(peer, &LostCause::Gone);
+        }
+    }
+
+    /// Tells those whose memory nothing of ours touches any more; the others see our end.
+    fn farewell(&mut self) {
+        for endpoint in self.net.everybody() {
+            if !self.orphans.values().any(|orphan| orphan.endpoint == endpoint) {
+                self.net.send(endpoint, &Frame::Bye);
+            }
+        }
     }
 
     /// Begins the end: nothing more is posted, everybody is told, and what is in progress is awaited.
@@ -304,7 +339,7 @@ impl Worker {
             self.stop(op, TransferError::Disconnected);
         }
         for endpoint in self.net.everybody() {
-            self.net.send(endpoint, &Frame::Bye);
+            self.net.send(endpoint, &Frame::Closing);
         }
     }
 }

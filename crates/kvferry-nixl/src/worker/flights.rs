@@ -35,16 +35,27 @@ pub(super) struct Flight {
 enum Trouble {
     /// It could not be made.
     Request(Fail),
-    /// It ended with an error: all of it has stopped.
-    Ended,
-    /// NIXL lost track of it, and nothing proves that it has stopped.
+    /// It ended with an error. Nothing proves that all of it has stopped: NIXL tells the first error that it sees, without a look at
+    /// the rest, and bytes of a write may be on their way.
     Lost,
 }
 
-/// Memory of a request that failed and may not have stopped: kept until NIXL has closed its connection to the peer.
+/// An operation that ended before what it had in progress did.
+pub(super) struct Orphan {
+    pub(super) endpoint: EndpointId,
+    /// Requests in progress.
+    pub(super) left: usize,
+    /// A request failed without proof of its end: the peer is never told that the operation has stopped.
+    pub(super) doubt: bool,
+}
+
+/// Memory of a request that failed and may not have stopped: kept until the peer was seen to have ended and NIXL has closed its
+/// connection to it, or the agent ends.
 pub(super) struct Ghost {
-    endpoint: EndpointId,
+    pub(super) endpoint: EndpointId,
     _held: Arc<[Ours]>,
+    /// The peer was seen to have ended.
+    pub(super) dead: bool,
     forgotten: Option<Instant>,
 }
 
@@ -105,7 +116,8 @@ impl Worker {
                 self.flights.push(flight);
             }
             Err(_) => {
-                self.ghosts.push(Ghost { endpoint: peer.endpoint, _held: op.ours.clone(), forgotten: None });
+                let (endpoint, dead) = (peer.endpoint, self.net.is_dead(peer.endpoint));
+                self.ghosts.push(Ghost { endpoint, _held: op.ours.clone(), dead, forgotten: None });
                 self.net.agent.release(request);
                 return Err(Trouble::Lost);
             }
@@ -134,10 +146,9 @@ impl Worker {
         if ended.is_ok() {
             self.count(&request, filled);
         }
-        // NIXL answers "not found" without looking where it has dropped the peer by itself.
-        let proven = ended.is_ok() || (ended != Err(Fail::NotFound) && !self.config.shares_requests());
-        if !proven {
-            self.ghosts.push(Ghost { endpoint, _held: held.clone(), forgotten: None });
+        if ended.is_err() {
+            let dead = self.net.is_dead(endpoint);
+            self.ghosts.push(Ghost { endpoint, _held: held.clone(), dead, forgotten: None });
         }
         self.net.agent.release(request);
         drop(held);
@@ -148,11 +159,13 @@ impl Worker {
                     op.count(filled);
                     self.look_at(id);
                 }
-                Err(_) => self.trouble(id, if proven { Trouble::Ended } else { Trouble::Lost }),
+                Err(_) => self.trouble(id, Trouble::Lost),
             }
-        } else if let Some((_, left)) = self.orphans.get_mut(&id) {
-            *left -= 1;
-            if *left == 0 {
+        } else if let Some(orphan) = self.orphans.get_mut(&id) {
+            orphan.left = orphan.left.saturating_sub(1);
+            orphan.doubt |= ended.is_err();
+            // In doubt it stays, so that nobody is told.
+            if orphan.left == 0 && !orphan.doubt {
                 self.orphans.remove(&id);
                 self.net.send(endpoint, &Frame::Access(Message::End { op: id.get(), notify: None }));
             }
@@ -170,7 +183,7 @@ impl Worker {
                 self.stop(id, TransferError::Lane { reason: format!("NIXL could not make a request: {fail}") });
                 return;
             }
-            Trouble::Request(_) | Trouble::Ended => op.failed = true,
+            Trouble::Request(_) => op.failed = true,
             Trouble::Lost => (op.failed, op.doubt) = (true, true),
         }
         if let Some(peer) = self.peers.get(&op.peer)
@@ -184,7 +197,7 @@ impl Worker {
     /// Forgets the memory of requests whose connections NIXL has closed.
     pub(super) fn lay_ghosts(&mut self, now: Instant) {
         for ghost in &mut self.ghosts {
-            if ghost.forgotten.is_none() && self.net.get(ghost.endpoint).is_none() {
+            if ghost.dead && ghost.forgotten.is_none() && self.net.get(ghost.endpoint).is_none() {
                 ghost.forgotten = Some(now);
             }
         }

@@ -20,6 +20,8 @@ pub(super) struct Guest {
     connection: u64,
     /// It gave the connection up, and is forgotten when its operations have ended.
     leaving: bool,
+    /// It can't be reached. It is forgotten when its operations have ended, or it has.
+    pub(super) cut: bool,
     /// Operations that we granted and that have not ended.
     pub(super) open: usize,
     pub(super) heard: Instant,
@@ -33,20 +35,21 @@ impl Worker {
             return;
         }
         if let Some(guest) = self.guests.get_mut(&from) {
-            (guest.connection, guest.leaving) = (connection, false);
+            (guest.connection, guest.leaving, guest.cut) = (connection, false, false);
         } else {
             let Ok(watch) = process.watch(&self.net.process) else { return };
-            // Who is not known can't be answered: it will give up by itself.
+            // Who is not known can't be answered: it will give up by itself. Those that can't be reached take nobody's place.
             let known = agent_of(metadata) == Some(agent_name(from).as_bytes());
             if !known
-                || self.guests.len() >= self.config.max_guests
+                || self.guests.values().filter(|g| !g.cut).count() >= self.config.max_guests
                 || self.net.load(from, watch, metadata, false).is_err()
             {
                 self.shared.telemetry().foreign += 1;
                 return;
             }
             let now = Instant::now();
-            self.guests.insert(from, Guest { connection, leaving: false, open: 0, heard: now, pinged: now });
+            self.guests
+                .insert(from, Guest { connection, leaving: false, cut: false, open: 0, heard: now, pinged: now });
         }
         self.net.send(from, &Frame::Welcome { connection });
     }
@@ -84,7 +87,7 @@ impl Worker {
         if let Some(payload) = notify {
             self.shared.tell(Told::Event(Event::Notification { from, payload: payload.to_vec() }));
         }
-        if guest.leaving && guest.open == 0 {
+        if (guest.leaving || guest.cut) && guest.open == 0 {
             self.remove_guest(from);
         }
     }
@@ -100,6 +103,15 @@ impl Worker {
         }
     }
 
+    /// A guest can't be reached. Its operations on our memory don't need us: they may be in progress, and keep what they hold.
+    pub(super) fn cut_guest(&mut self, endpoint: EndpointId) {
+        let Some(guest) = self.guests.get_mut(&endpoint) else { return };
+        guest.cut = true;
+        if guest.open == 0 {
+            self.remove_guest(endpoint);
+        }
+    }
+
     /// A guest will not touch our memory any more.
     pub(super) fn remove_guest(&mut self, endpoint: EndpointId) {
         if self.guests.remove(&endpoint).is_some() {
@@ -112,7 +124,7 @@ impl Worker {
     /// don't touch the memory, so it frees nothing.
     pub(super) fn ping_guests(&mut self, now: Instant) {
         let pause = self.config.silence / 10;
-        for (endpoint, guest) in self.guests.iter_mut().filter(|(_, g)| g.open > 0 || g.leaving) {
+        for (endpoint, guest) in self.guests.iter_mut().filter(|(_, g)| !g.cut && (g.open > 0 || g.leaving)) {
             if now > guest.heard + pause && now > guest.pinged + pause {
                 guest.pinged = now;
                 self.net.send(*endpoint, &Frame::Ping);

@@ -56,6 +56,8 @@ pub(super) struct Remote {
     /// Its endpoint has ended, or the way to it is broken: it is forgotten as soon as nothing needs it and NIXL has noticed, at the
     /// latest then.
     ended: Option<Instant>,
+    /// It was seen to have ended: its process or, in this one, its thread is no more.
+    dead: bool,
     /// UCX's handle for it, where it was found.
     ucx: Option<usize>,
     /// It is on this host, and our doorbell reaches it as far as is known.
@@ -93,6 +95,8 @@ impl Net {
             if memory || remote.users == 0 || remote.ended.is_some() {
                 self.agent.load(metadata)?;
                 remote.loaded += metadata.len();
+                // A way that was broken is tried anew.
+                remote.ended = None;
             }
             remote.users += 1;
             return Ok(());
@@ -104,7 +108,7 @@ impl Net {
         let rings = !matches!(watch, Watch::Elsewhere);
         let name = agent_name(endpoint);
         let loaded = metadata.len();
-        let remote = Remote { name, watch, users: 1, loaded, ended: None, ucx, rings, touched: None };
+        let remote = Remote { name, watch, users: 1, loaded, ended: None, dead: false, ucx, rings, touched: None };
         self.remotes.insert(endpoint, remote);
         Ok(())
     }
@@ -138,9 +142,10 @@ impl Net {
         }
     }
 
-    /// A remote has ended, or can't be reached.
-    pub(super) fn ended(&mut self, endpoint: EndpointId) {
+    /// A remote has ended or can't be reached; `dead` if it was seen to have ended, which its word is not.
+    pub(super) fn ended(&mut self, endpoint: EndpointId, dead: bool) {
         if let Some(remote) = self.remotes.get_mut(&endpoint) {
+            remote.dead |= dead;
             remote.ended.get_or_insert_with(|| Instant::now() + NOTICE);
         }
     }
@@ -207,8 +212,8 @@ impl Net {
 
     /// Remotes that have ended since the last time.
     pub(super) fn found_ended(&self) -> Vec<EndpointId> {
-        let here = self.remotes.iter().filter(|(_, r)| r.ended.is_none() && matches!(r.watch, Watch::Here));
-        let mut ended: Vec<EndpointId> = here.map(|(e, _)| *e).filter(|e| !live::is_live(*e)).collect();
+        let here = self.remotes.iter().filter(|(_, r)| !r.dead && matches!(r.watch, Watch::Here));
+        let mut ended: Vec<EndpointId> = here.map(|(e, _)| *e).filter(|e| live::has_ended(*e)).collect();
         let (endpoints, mut fds): (Vec<EndpointId>, Vec<PollFd<'_>>) = self.watches().unzip();
         if poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0) {
             ended.extend(endpoints.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(e, _)| *e));
@@ -216,10 +221,14 @@ impl Net {
         ended
     }
 
-    /// Whether a remote is known to have ended.
-    pub(super) fn has_ended(&self, endpoint: EndpointId) -> bool {
+    /// Whether a remote was seen to have ended.
+    pub(super) fn is_dead(&self, endpoint: EndpointId) -> bool {
+        self.remotes.get(&endpoint).is_some_and(|remote| remote.dead) || self.found_ended().contains(&endpoint)
+    }
+
+    /// Whether a remote was given up already: it said farewell, or the way to it is broken.
+    pub(super) fn is_given_up(&self, endpoint: EndpointId) -> bool {
         self.remotes.get(&endpoint).is_some_and(|remote| remote.ended.is_some())
-            || self.found_ended().contains(&endpoint)
     }
 
     /// Whether a remote's end shows by itself.
@@ -228,8 +237,8 @@ impl Net {
     }
 
     fn watches(&self) -> impl Iterator<Item = (EndpointId, PollFd<'_>)> {
-        let unended = self.remotes.iter().filter(|(_, r)| r.ended.is_none());
-        unended.filter_map(|(endpoint, remote)| match &remote.watch {
+        let alive = self.remotes.iter().filter(|(_, r)| !r.dead);
+        alive.filter_map(|(endpoint, remote)| match &remote.watch {
             Watch::Process(fd) => Some((*endpoint, PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN))),
             Watch::Here | Watch::Elsewhere => None,
         })

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_transport::access::{Answer, Message};
-use kvferry_transport::{EndpointId, Event, LostCause, OpId, OpKind, Outcome, PeerId, Stats, TransferError};
+use kvferry_transport::{EndpointId, Event, OpId, OpKind, Outcome, PeerId, Stats, TransferError};
 
+use super::flights::Orphan;
 use super::{STOP_WITHIN, Worker};
 use crate::feed::{Feed, Filled};
 use crate::frame::Frame;
@@ -93,13 +94,20 @@ impl Worker {
     /// Ends an operation of which nothing is in progress as failed.
     fn fail(&mut self, id: OpId, error: TransferError) {
         let Some(op) = self.ops.get(&id) else { return };
-        // What failed without proof is proven stopped by the end of the peer, and by nothing else.
-        let gone = self.peers.get(&op.peer).is_some_and(|p| p.lost == Some(LostCause::Gone));
-        let outcome = if op.doubt && !gone { Outcome::InDoubt(error) } else { Outcome::Failed(error) };
+        // What failed without proof is proven stopped by the end of the peer, if it was seen, and by nothing else: not by its word.
+        let peer = self.peers.get(&op.peer).map(|p| (p.endpoint, p.dead));
+        if op.doubt && peer.is_none_or(|(_, dead)| !dead) {
+            // Nor is the peer told: it would let go of memory that may still be touched.
+            if let Some((endpoint, _)) = peer {
+                self.orphans.insert(id, Orphan { endpoint, left: 0, doubt: true });
+            }
+            self.finish(id, Outcome::InDoubt(error));
+            return;
+        }
         if !matches!(op.stage, Stage::Waiting) {
             self.tell_end(id, None);
         }
-        self.finish(id, outcome);
+        self.finish(id, Outcome::Failed(error));
     }
 
     /// Tells the peer that an operation has stopped.
@@ -169,7 +177,13 @@ impl Worker {
             }
             Stage::Moving if !op.failed && op.feed.is_done() => {
                 let (done, notify) = (op.done, op.notify.take());
-                // NIXL has flushed the endpoint, so the bytes are at the peer before this is.
+                // NIXL has flushed the endpoint, so the bytes are at the peer before this is. That alone is no proof of them: NIXL
+                // looks at the status of a request's last descriptor only, and UCX ends flushes of a failed endpoint as done. But
+                // whatever fails fails the endpoint, and then this can't be sent. So a round
+                // of progress, in which UCX does what it has put off, comes before it, and nothing is done without it.
+                if done.descriptors > 0 {
+                    self.listen();
+                }
                 if self.tell_end(id, notify.as_deref()) {
                     self.finish(id, Outcome::Done(done));
                 } else if let Some(op) = self.ops.get_mut(&id) {
@@ -192,11 +206,12 @@ impl Worker {
         for (id, error) in given_up {
             let Some(op) = self.ops.get(&id) else { continue };
             let peer = self.peers.get(&op.peer);
-            let gone = peer.is_some_and(|p| p.lost == Some(LostCause::Gone));
+            // What a dead peer's memory gets matters to nobody; ours may still get what was on its way.
+            let proven = op.kind == OpKind::Write && peer.is_some_and(|p| p.dead);
             if let Some(peer) = peer {
-                self.orphans.insert(id, (peer.endpoint, op.flights));
+                self.orphans.insert(id, Orphan { endpoint: peer.endpoint, left: op.flights, doubt: op.doubt });
             }
-            self.finish(id, if gone { Outcome::Failed(error) } else { Outcome::InDoubt(error) });
+            self.finish(id, if proven { Outcome::Failed(error) } else { Outcome::InDoubt(error) });
         }
         did
     }

@@ -26,7 +26,7 @@ pub(super) struct Peer {
     pub(super) up: bool,
     /// It is lost, and why.
     pub(super) lost: Option<LostCause>,
-    /// Its process has ended: nothing is sent to it any more.
+    /// It was seen to have ended: nothing is sent to it any more.
     pub(super) dead: bool,
     /// It was disconnected and goes when its operations have ended.
     closing: bool,
@@ -188,6 +188,7 @@ impl Worker {
             Ok(Frame::Hello { connection, process, metadata }) => self.welcome(from, connection, &process, metadata),
             Ok(Frame::Welcome { connection }) => self.welcomed(from, PeerId::new(connection)),
             Ok(Frame::Leave { connection }) => self.leaves(from, connection),
+            Ok(Frame::Closing) => self.closes(from),
             Ok(Frame::Bye) => self.gone(from, false),
             Ok(Frame::Ping) => {
                 self.net.send(from, &Frame::Pong);
