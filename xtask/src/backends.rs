@@ -255,8 +255,9 @@ fn decide(lacks: &[Wire], nixl: bool, before: Option<&str>) -> anyhow::Result<Bu
     if let Some(before) = before {
         bail!("this program was built with {before} and still lacks {}; say so to its authors", names.join(","));
     }
-    // With NIXL comes UCX, so that there are two builds of this program and not three.
-    Ok(Build::With(if nixl { "ucx,nixl" } else { "ucx" }.to_owned()))
+    // With NIXL comes UCX, so that there are two builds of this program and not three. What was asked for stays.
+    let features = if nixl { "ucx,nixl" } else { "ucx" };
+    Ok(Build::With(if cfg!(feature = "ib") { format!("{features},ib") } else { features.to_owned() }))
 }
 
 #[cfg(test)]

@@ -33,7 +33,8 @@ fn proven(args: &str) -> serde_json::Value {
 /// The lanes that carried the pairs' bytes, each once.
 fn lanes(summary: &serde_json::Value) -> BTreeSet<String> {
     let pairs = summary["pairs"].as_array().unwrap();
-    pairs.iter().map(|p| p["lane"].as_str().unwrap().to_lowercase()).collect()
+    let lanes = pairs.iter().flat_map(|p| p["lanes"].as_array().unwrap());
+    lanes.map(|lane| lane.as_str().unwrap().to_lowercase()).collect()
 }
 
 /// Shapes, and the bytes that two requests move in each.

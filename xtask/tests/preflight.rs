@@ -121,8 +121,8 @@ fn ucx_is_measured() {
     // What really carries the bytes is named, and what the rails use.
     assert!(!first["lane"]["transports"].as_array().unwrap().is_empty(), "{value:#}");
     assert!(!first["chosen"].as_array().unwrap().is_empty(), "{value:#}");
-    let (accepted, value) = json("--transport ucx --require rdma");
-    assert!(!accepted, "no InfiniBand is built in, and yet: {value:#}");
+    let (accepted, value) = json("--transport ucx --require cuda_ipc");
+    assert!(!accepted, "this memory is no device's, and yet: {value:#}");
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! What the demo says.
 
+use std::collections::BTreeSet;
+
 use kvferry::PairReport;
 use kvferry_geometry::staged::Place;
 use serde::Serialize;
@@ -23,8 +25,8 @@ pub(crate) struct PairLine {
     pub(crate) descriptors_after: u64,
     /// How many of the requests' reads were staged.
     pub(crate) staged: u32,
-    /// What really carried them.
-    pub(crate) lane: String,
+    /// What really carried them, each once.
+    pub(crate) lanes: BTreeSet<String>,
 }
 
 /// One round of all requests.
@@ -116,7 +118,7 @@ impl Summary {
                     descriptors_before: 0,
                     descriptors_after: 0,
                     staged: 0,
-                    lane: p.lane.clone(),
+                    lanes: BTreeSet::new(),
                 });
                 self.pairs.len() - 1
             });
@@ -126,9 +128,7 @@ impl Summary {
             line.descriptors_before += p.descriptors_before;
             line.descriptors_after += p.descriptors_after;
             line.staged += u32::from(p.place != Place::Direct);
-            if line.lane != p.lane && !line.lane.split("; ").any(|l| l == p.lane) {
-                line.lane = format!("{}; {}", line.lane, p.lane);
-            }
+            line.lanes.insert(p.lane.clone());
             self.bytes += p.bytes.get();
         }
     }
@@ -151,7 +151,7 @@ impl Summary {
     pub(crate) fn print(&self) {
         // Said only where there is staging memory.
         let staged = self.pairs.iter().any(|p| p.staged > 0);
-        let mut lanes: Vec<&str> = self.pairs.iter().map(|p| p.lane.as_str()).collect();
+        let mut lanes: Vec<&BTreeSet<String>> = self.pairs.iter().map(|p| &p.lanes).collect();
         lanes.sort_unstable();
         lanes.dedup();
         let row = |p: &PairLine| {
@@ -159,7 +159,7 @@ impl Summary {
             let staged = staged.then(|| format!("{} of {}", p.staged, self.requests));
             let first = [p.dst.clone(), p.src.clone(), show::size(p.bytes)];
             let lane =
-                (lanes.len() > 1).then(|| lanes.iter().position(|l| *l == p.lane).map_or(0, |at| at + 1).to_string());
+                (lanes.len() > 1).then(|| lanes.iter().position(|l| *l == &p.lanes).map_or(0, |at| at + 1).to_string());
             first.into_iter().chain(counts).chain(staged).chain(lane).collect()
         };
         let rows: Vec<Vec<String>> = self.pairs.iter().take(MOST_PAIRS).map(row).collect();
@@ -171,9 +171,10 @@ impl Summary {
             println!("... and {} pairs more (--json lists all)", self.pairs.len() - MOST_PAIRS);
         }
         for (number, lane) in (1..).zip(&lanes) {
-            let pairs = self.pairs.iter().filter(|p| p.lane == **lane).count();
+            let pairs = self.pairs.iter().filter(|p| p.lanes == **lane).count();
             let name = if lanes.len() > 1 { format!("lane {number}") } else { "lane".to_owned() };
-            println!("{name} of {}: {lane}", show::number_of(pairs, "rank pair"));
+            let words: Vec<&str> = lane.iter().map(String::as_str).collect();
+            println!("{name} of {}: {}", show::number_of(pairs, "rank pair"), words.join(" and "));
         }
         let sum = |f: fn(&PairLine) -> u64| self.pairs.iter().map(f).sum::<u64>();
         println!(
