@@ -4,6 +4,9 @@ use kvferry_transport::access::{Message, MessageError};
 
 use crate::process::Process;
 
+/// Most bytes of a notification of an operation.
+pub(crate) const MAX_NOTIFY: usize = 64 << 10;
+
 const PREFIX: &[u8; 5] = b"kvfN\x01";
 const HELLO: u8 = 1;
 const WELCOME: u8 = 2;

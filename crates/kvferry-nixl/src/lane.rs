@@ -1,10 +1,12 @@
 //! The part of a blob that only this backend reads: the process, the plugin, NIXL's metadata of the agent, and where its regions
 //! begin; and names of agents.
 
+use std::collections::BTreeSet;
 use std::ffi::CString;
 
 use kvferry_transport::EndpointId;
 
+use crate::metadata::{Registered, walk};
 use crate::process::Process;
 use crate::sys::c_text;
 
@@ -62,9 +64,11 @@ impl LanePart {
         let (len, rest) = rest.split_first_chunk::<4>().ok_or_else(cut)?;
         let len = usize::try_from(u32::from_le_bytes(*len)).unwrap_or(usize::MAX);
         let (metadata, rest) = rest.split_at_checked(len).ok_or_else(cut)?;
-        if agent_of(metadata) != Some(agent_name(endpoint).as_bytes()) {
-            return Err(format!("its metadata isn't NIXL's of agent {NAME}{endpoint}"));
+        let told = walk(metadata).map_err(|why| format!("NIXL's metadata in it is broken: {why}"))?;
+        if told.agent != agent_name(endpoint).as_bytes() {
+            return Err(format!("its metadata isn't that of agent {NAME}{endpoint}"));
         }
+        let registered: BTreeSet<Registered> = told.memory.into_iter().collect();
         if rest.len() != ENTRY * lens.len() {
             return Err(format!("it has {} bytes for the places of {} regions", rest.len(), lens.len()));
         }
@@ -75,6 +79,10 @@ impl LanePart {
             let place = Place { address: number(address), serial: number(serial) };
             if place.address.checked_add(*len).is_none_or(|end| usize::try_from(end).is_err()) {
                 return Err(format!("a region of {len} bytes begins at {:#x}", place.address));
+            }
+            let Place { address, serial } = place;
+            if !registered.contains(&Registered { address, len: *len, serial }) {
+                return Err(format!("a region of {len} bytes at {address:#x} is not in NIXL's metadata"));
             }
             places.push(place);
         }
@@ -96,19 +104,13 @@ pub(crate) fn endpoint_of(name: &[u8]) -> Option<EndpointId> {
     u128::from_str_radix(hex, 16).ok().map(|id| EndpointId::new(id.to_be_bytes()))
 }
 
-/// The agent's name in NIXL's metadata, which begins with it: a tag, a length of eight bytes, the text.
-pub(crate) fn agent_of(metadata: &[u8]) -> Option<&[u8]> {
-    let rest = metadata.strip_prefix(b"nixlSerDes|Agent")?;
-    let (len, rest) = rest.split_first_chunk::<8>()?;
-    rest.get(..usize::try_from(u64::from_ne_bytes(*len)).ok()?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn metadata(name: &[u8]) -> Vec<u8> {
-        [b"nixlSerDes|Agent", &(name.len() as u64).to_ne_bytes()[..], name, b"|and more"].concat()
+    fn metadata(id: EndpointId, places: &[(u64, u64, u64)]) -> Vec<u8> {
+        let memory: Vec<_> = places.iter().map(|&(address, len, serial)| Registered { address, len, serial }).collect();
+        crate::metadata::tests::made(agent_name(id).as_bytes(), &memory)
     }
 
     #[test]
@@ -117,7 +119,7 @@ mod tests {
         let part = LanePart {
             process: Process::this(),
             plugin: "UCX".to_owned(),
-            metadata: metadata(agent_name(id).as_bytes()),
+            metadata: metadata(id, &[(4096, 10, 0), (1 << 40, 20, 7)]),
             places: vec![Place { address: 4096, serial: 0 }, Place { address: 1 << 40, serial: 7 }],
         };
         let bytes = part.encode();
@@ -127,6 +129,7 @@ mod tests {
         }
         assert!(LanePart::decode(&[&bytes[..], &[0]].concat(), id, &[10, 20]).is_err());
         assert!(LanePart::decode(&bytes, id, &[10]).unwrap_err().contains("1 regions"));
+        assert!(LanePart::decode(&bytes, id, &[10, 21]).unwrap_err().contains("is not in NIXL's metadata"));
         assert!(LanePart::decode(&bytes, id, &[10, u64::MAX]).unwrap_err().contains("begins at"));
         assert!(LanePart::decode(&bytes, EndpointId::new([1; 16]), &[10, 20]).unwrap_err().contains("agent"));
         assert!(

@@ -84,6 +84,7 @@ mod feed;
 mod frame;
 mod lane;
 mod live;
+mod metadata;
 mod open;
 mod process;
 mod shared;

@@ -12,6 +12,7 @@ use crate::error::NixlError;
 use crate::feed::Lists;
 use crate::lane::agent_name;
 use crate::live::Live;
+use crate::metadata::walk;
 use crate::process::Process;
 use crate::shared::Shared;
 use crate::sys::{Agent, AgentConfig, Fail, Library, List, Notifications, c_text};
@@ -108,6 +109,13 @@ fn agent(library: &Library, config: &NixlConfig, id: EndpointId) -> Result<(Agen
     })?;
     // An agent without a backend that reaches others has no such metadata.
     let metadata = agent.connection_metadata().map_err(|_| not_between())?;
-    agent.metadata().map_err(|_| not_between())?;
+    let whole = agent.metadata().map_err(|_| not_between())?;
+    // Peers walk it as we walk theirs, before NIXL gets it.
+    for metadata in [&metadata, &whole] {
+        walk(metadata).map_err(|reason| NixlError::Nixl {
+            what: "reading its metadata",
+            reason: format!("{reason}; this version of NIXL writes it in another way than 1.5 does"),
+        })?;
+    }
     Ok((agent, metadata))
 }

@@ -19,6 +19,7 @@ use kvferry_transport::{
 
 use crate::config::NixlConfig;
 use crate::error::NixlError;
+use crate::frame::MAX_NOTIFY;
 use crate::lane::{ENTRY, LanePart, Place};
 use crate::process::Process;
 use crate::shared::{Command, NewOp, NewPeer, Ours, Shared, Telemetry, Told, wrap};
@@ -102,6 +103,7 @@ impl NixlTransport {
         let shared = Arc::new(Shared::new().map_err(NixlError::system("making an eventfd"))?);
         let (thread, none) = crate::open::open(&library, &config, id, process, &shared)?;
         let mut capabilities = Capabilities::host(BACKEND);
+        capabilities.max_notify = MAX_NOTIFY;
         capabilities.max_in_flight = 1 << 14;
         capabilities.revocation = Revocation::Fences;
         capabilities.cost = cost();

@@ -20,7 +20,7 @@ use crate::sys::Fail;
 use flights::{Flight, Ghost, Orphan};
 use guests::Guest;
 pub(crate) use net::Net;
-use ops::Op;
+use ops::{Op, Stage};
 use peers::Peer;
 
 mod flights;
@@ -35,6 +35,8 @@ const FIRST_NAP: Duration = Duration::from_micros(10);
 const LOOK: Duration = Duration::from_millis(5);
 /// How long an operation that was told to stop may take; then it ends in doubt.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
+/// A longer time between two looks than this and the pause, and this thread was held up itself.
+const HELD_UP: Duration = Duration::from_millis(100);
 /// How long what was sent last may take to go out before the agent ends.
 const FAREWELL: Duration = Duration::from_millis(2);
 
@@ -220,6 +222,10 @@ impl Worker {
         if now < self.looked + LOOK {
             return false;
         }
+        let gap = now.duration_since(self.looked);
+        if gap > HELD_UP + self.longest_nap() {
+            self.forgive(gap);
+        }
         self.looked = now;
         let mut did = false;
         for endpoint in self.net.found_ended() {
@@ -237,6 +243,18 @@ impl Worker {
         self.net.bury(now);
         self.lay_ghosts(now);
         did
+    }
+
+    /// For a time nobody was heard, as we did not listen: in a long call of NIXL's, or stopped. It is not counted against anybody.
+    fn forgive(&mut self, gap: Duration) {
+        self.peers.values_mut().for_each(|peer| peer.forgive(gap));
+        self.guests.values_mut().for_each(|guest| guest.heard += gap);
+        self.suspects.values_mut().for_each(|until| *until += gap);
+        for op in self.ops.values_mut() {
+            if let Stage::Draining(_, since) = &mut op.stage {
+                *since += gap;
+            }
+        }
     }
 
     /// The longest pause that what is under way allows.

@@ -3,13 +3,12 @@
 
 mod support;
 
-use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kvferry_geometry::units::RegionId;
 use kvferry_transport::{OpKind, Outcome, Region, Submission, Transport};
-use support::{connected, end_of, endpoint, has_nixl, reversed};
+use support::{connected, end_of, endpoint, has_nixl, lent, reversed, until};
 
 const LEN: usize = 256 << 20;
 const BLOCK: usize = 16 << 10;
@@ -29,27 +28,14 @@ fn agents() -> usize {
         .count()
 }
 
-fn until(what: &str, mut met: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !met() {
-        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
-        std::thread::sleep(Duration::from_micros(200));
-    }
-}
-
 #[test]
 fn memory_of_a_deregistered_region_outlives_the_writes_of_one_that_leaves() {
     if !has_nixl() {
         return;
     }
     let _turn = turn();
-    // The memory itself stays mapped, so that what comes too late can be seen; the owner says when it was let go.
-    let memory = Region::zeroed(LEN).unwrap();
-    let owner = Arc::new(());
-    let let_go = Arc::downgrade(&owner);
-    let start = NonNull::new(memory.as_ptr()).unwrap();
-    // SAFETY: `memory` lives to the end of the test.
-    let lent = unsafe { Region::from_raw(start, LEN, memory.kind(), owner) };
+    // The memory itself stays mapped, so that what comes too late can be seen.
+    let (memory, lent, held) = lent(LEN);
     let samples = || -> Vec<u8> {
         let mut byte = [0];
         let at = |i: usize| {
@@ -70,9 +56,9 @@ fn memory_of_a_deregistered_region_outlives_the_writes_of_one_that_leaves() {
     p.submit(Submission { peer, kind: OpKind::Write, batch: reversed(LEN, BLOCK), notify: None }).unwrap();
     until("the write begins", || samples().contains(&0x5a));
     d.deregister(target).unwrap();
-    assert!(let_go.upgrade().is_some(), "let go while it is written to: {:?}", samples().iter().find(|b| **b == 0));
+    assert!(held.upgrade().is_some(), "let go while it is written to");
     let leaving = std::thread::spawn(move || drop(p));
-    until("the memory is let go", || let_go.upgrade().is_none());
+    until("the memory is let go", || held.upgrade().is_none());
     let then = samples();
     std::thread::sleep(Duration::from_millis(100));
     assert!(then == samples(), "written to after it was let go");

@@ -6,13 +6,18 @@ use kvferry_transport::access::{Answer, Message};
 use kvferry_transport::{EndpointId, Event};
 
 use super::Worker;
-use crate::frame::Frame;
-use crate::lane::{agent_name, agent_of};
+use super::peers::MAX_BEGUN;
+use crate::frame::{Frame, MAX_NOTIFY};
+use crate::lane::agent_name;
+use crate::metadata::walk;
 use crate::process::Process;
 use crate::shared::Told;
 
 /// Notifications that the endpoint may leave untaken before no more operations are let in.
 const MAX_UNTAKEN: usize = 4096;
+
+/// Operations and questions of a guest at a time. It begins no more than half of them itself; those it gave up may still be open.
+const MAX_OF_GUEST: usize = 2 * MAX_BEGUN;
 
 /// One endpoint that is connected to us.
 pub(super) struct Guest {
@@ -24,6 +29,8 @@ pub(super) struct Guest {
     pub(super) cut: bool,
     /// Operations that we granted and that have not ended.
     pub(super) open: usize,
+    /// Questions of it that were not answered.
+    asking: usize,
     pub(super) heard: Instant,
     pinged: Instant,
 }
@@ -39,7 +46,7 @@ impl Worker {
         } else {
             let Ok(watch) = process.watch(&self.net.process) else { return };
             // Who is not known can't be answered: it will give up by itself. Those that can't be reached take nobody's place.
-            let known = agent_of(metadata) == Some(agent_name(from).as_bytes());
+            let known = walk(metadata).is_ok_and(|m| m.agent == agent_name(from).as_bytes() && m.memory.is_empty());
             if !known
                 || self.guests.values().filter(|g| !g.cut).count() >= self.config.max_guests
                 || self.net.load(from, watch, metadata, false).is_err()
@@ -48,10 +55,27 @@ impl Worker {
                 return;
             }
             let now = Instant::now();
-            self.guests
-                .insert(from, Guest { connection, leaving: false, cut: false, open: 0, heard: now, pinged: now });
+            self.guests.insert(
+                from,
+                Guest { connection, leaving: false, cut: false, open: 0, asking: 0, heard: now, pinged: now },
+            );
         }
         self.net.send(from, &Frame::Welcome { connection });
+    }
+
+    /// Keeps a question until it is answered. Only guests are answered, and no kvferry endpoint has more open than it may: the answer to
+    /// that is given at once, so that nobody can make us keep more.
+    pub(super) fn defer(&mut self, from: EndpointId, op: u64, bytes: Vec<u8>) {
+        let Some(guest) = self.guests.get_mut(&from) else {
+            self.shared.telemetry().foreign += 1;
+            return;
+        };
+        if guest.open + guest.asking >= MAX_OF_GUEST {
+            self.net.send(from, &Frame::Access(Message::Answer { op, answer: Answer::Refused }));
+            return;
+        }
+        guest.asking += 1;
+        self.deferred.push_back((from, bytes));
     }
 
     /// Answers questions, as long as the endpoint takes its notifications.
@@ -64,6 +88,8 @@ impl Worker {
                 continue;
             };
             let Some(guest) = self.guests.get_mut(&from) else { continue };
+            // It may be another guest than the one that asked, under the same name.
+            guest.asking = guest.asking.saturating_sub(1);
             let mut registry = self.shared.registry();
             let registry = &mut *registry;
             let answer = if self.stopping.is_some() {
@@ -84,7 +110,10 @@ impl Worker {
             return;
         }
         guest.open -= 1;
-        if let Some(payload) = notify {
+        // What is longer than anybody may submit was not submitted.
+        if notify.is_some_and(|payload| payload.len() > MAX_NOTIFY) {
+            self.shared.telemetry().foreign += 1;
+        } else if let Some(payload) = notify {
             self.shared.tell(Told::Event(Event::Notification { from, payload: payload.to_vec() }));
         }
         if (guest.leaving || guest.cut) && guest.open == 0 {

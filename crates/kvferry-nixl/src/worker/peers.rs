@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvferry_geometry::units::RegionId;
 use kvferry_transport::access::Message;
@@ -15,7 +15,7 @@ use crate::lane::Place;
 use crate::shared::{NewPeer, Told};
 
 /// Operations that one peer is asked about and that have not ended.
-const MAX_BEGUN: usize = 1024;
+pub(super) const MAX_BEGUN: usize = 1024;
 
 /// One connection.
 pub(super) struct Peer {
@@ -48,6 +48,13 @@ impl Peer {
     /// Whether something is expected of the peer.
     pub(super) fn awaits(&self) -> bool {
         self.lost.is_none() && (!self.up || self.open > 0)
+    }
+
+    /// Does not count a time in which nobody listened.
+    pub(super) fn forgive(&mut self, gap: Duration) {
+        // Not beyond now, of what was heard since.
+        let now = Instant::now();
+        (self.heard, self.pinged) = ((self.heard + gap).min(now), (self.pinged + gap).min(now));
     }
 
     /// Notes that something begins to be expected.
@@ -194,7 +201,7 @@ impl Worker {
                 self.net.send(from, &Frame::Pong);
             }
             Ok(Frame::Pong) => {}
-            Ok(Frame::Access(Message::Begin { .. })) => self.deferred.push_back((from, bytes)),
+            Ok(Frame::Access(Message::Begin { op, .. })) => self.defer(from, op, bytes),
             Ok(Frame::Access(Message::Answer { op, answer })) => self.answered(from, OpId::new(op), answer),
             Ok(Frame::Access(Message::End { op, notify })) => self.ended(from, op, notify),
         }

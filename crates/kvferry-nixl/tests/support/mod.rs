@@ -1,13 +1,14 @@
 //! What the tests share: endpoints or a skip, memory, a clock, and endpoints driven to an event.
 #![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
 
-use std::sync::Arc;
+use std::ptr::NonNull;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_nixl::{NixlConfig, NixlTransport};
-use kvferry_transport::{Event, OpId, Outcome, PeerId, Transport};
+use kvferry_transport::{Event, OpId, Outcome, PeerId, Region, Transport};
 
 /// Whether NIXL is here; tells of the skip if not.
 pub(crate) fn has_nixl() -> bool {
@@ -22,6 +23,26 @@ pub(crate) fn has_nixl() -> bool {
 
 pub(crate) fn endpoint() -> NixlTransport {
     NixlTransport::new(NixlConfig::default()).unwrap()
+}
+
+/// Memory that can be looked at from the side, the same as an owner lends it, and what tells whether that is still held.
+pub(crate) fn lent(len: usize) -> (Region, Region, Weak<Region>) {
+    let memory = Region::zeroed(len).unwrap();
+    let owner = Arc::new(memory.clone());
+    let held = Arc::downgrade(&owner);
+    let start = NonNull::new(memory.as_ptr()).unwrap();
+    // SAFETY: the owner holds the memory, whose region was promised the same.
+    let lent = unsafe { Region::from_raw(start, len, memory.kind(), owner) };
+    (memory, lent, held)
+}
+
+/// Waits until something is so.
+pub(crate) fn until(what: &str, mut met: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !met() {
+        assert!(start.elapsed() < Duration::from_secs(20), "not in time: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
 }
 
 /// Bytes that a seed and a place determine.
