@@ -25,8 +25,7 @@ use kvferry_proto::manifest::{EngineManifest, RankJoin};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::{DigestOrder, FromRank, Pairing, PullId, PullOrder, RankFault, Stage, ToRank};
 use kvferry_transport::{
-    ConnectError, Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, TransferError,
-    Transport,
+    Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, TransferError, Transport,
 };
 
 use crate::bind::bind_read;
@@ -333,29 +332,6 @@ impl RankSession {
             sources.insert(src, source);
         }
         Ok(Pull::new(order.assurance, request, order.request.dst.clone(), self.now, sources))
-    }
-
-    /// The lane to a producer's rank, connected now if there is none.
-    fn lane(&mut self, peer: Digest, src: RankId, manifest: &EngineManifest) -> Result<PeerId, RankFault> {
-        let fault = |text: String| RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() };
-        let known = self.peers.get_mut(&peer).ok_or_else(|| fault("the engine was forgotten".into()))?;
-        if let Some(lane) = known.lanes.get(&src) {
-            return Ok(*lane);
-        }
-        let contact = manifest.contact(src).ok_or_else(|| fault(format!("the engine has no rank {src}")))?;
-        let lane = match self.end.connect(&contact.blob) {
-            Ok(lane) => {
-                if let Ok(info) = self.end.transport.peer(lane) {
-                    self.lanes.add(lane, manifest.engine(), src, info);
-                }
-                lane
-            }
-            // The same endpoint under an older manifest of its engine.
-            Err(ConnectError::AlreadyConnected { peer, .. }) => peer,
-            Err(error) => return Err(fault(format!("source rank {src}: {error}"))),
-        };
-        known.lanes.insert(src, lane);
-        Ok(lane)
     }
 
     /// Submits what is queued of a pull, as far as the transport takes it; false if its queue is full.

@@ -6,13 +6,16 @@
 //! with the reason: nothing is tried again, and nothing goes another way in silence.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_geometry::digest::Digest;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
+use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::EngineId;
 use kvferry_proto::rank::{PullId, RankFault, Stage};
-use kvferry_transport::preflight::{Policy, Probe, ProbeOptions};
-use kvferry_transport::{EndpointId, Event, Lane, OpId, PeerId, PeerInfo, Region};
+use kvferry_transport::preflight::{Policy, Probe, ProbeError, ProbeOptions};
+use kvferry_transport::{ConnectError, EndpointId, Event, Lane, OpId, PeerId, PeerInfo, Region, TransferError};
 
 use super::RankSession;
 use super::pull::SourceState;
@@ -90,6 +93,8 @@ pub(super) struct Lanes {
 pub(super) struct Known {
     engine: EngineId,
     rank: RankId,
+    /// What it was made by. The generation and lengths of the regions are from there, so it is of no use under another.
+    blob: Arc<[u8]>,
     pub(super) info: PeerInfo,
     standing: LaneStanding,
 }
@@ -102,10 +107,10 @@ struct Probing {
 
 impl Lanes {
     /// Notes a connection.
-    pub(super) fn add(&mut self, peer: PeerId, engine: &EngineId, rank: RankId, info: PeerInfo) {
+    pub(super) fn add(&mut self, peer: PeerId, (engine, rank): (&EngineId, RankId), blob: &Arc<[u8]>, info: PeerInfo) {
         self.known.retain(|_, k| !(k.standing.is_past() && k.rank == rank && k.engine == *engine));
-        let engine = engine.clone();
-        self.known.entry(peer).or_insert(Known { engine, rank, info, standing: LaneStanding::Connecting });
+        let (engine, blob) = (engine.clone(), blob.clone());
+        self.known.entry(peer).or_insert(Known { engine, rank, blob, info, standing: LaneStanding::Connecting });
         self.revision += 1;
     }
 
@@ -209,6 +214,52 @@ impl RankSession {
         self.lanes.revision
     }
 
+    /// The lane to a producer's rank, connected now if there is none.
+    ///
+    /// One that exists may be taken for it only if it was made to the same rank of an engine of that name, by the same blob: an
+    /// endpoint's id is what a peer says it is, and two ranks with equal layouts could be read in each other's place.
+    pub(super) fn lane(&mut self, peer: Digest, src: RankId, manifest: &EngineManifest) -> Result<PeerId, RankFault> {
+        let fault = |text: String| RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() };
+        let known = self.peers.get(&peer).ok_or_else(|| fault("the engine was forgotten".into()))?;
+        if let Some(lane) = known.lanes.get(&src) {
+            return Ok(*lane);
+        }
+        let contact = manifest.contact(src).ok_or_else(|| fault(format!("the engine has no rank {src}")))?;
+        let engine = manifest.engine();
+        let unable = |e: &dyn std::fmt::Display| fault(format!("source rank {src}: {e}"));
+        let (lane, is_new) = match self.end.connect(&contact.blob) {
+            Ok(lane) => (lane, true),
+            Err(ConnectError::AlreadyConnected { endpoint, peer: lane }) => {
+                match self.lanes.known.get(&lane).filter(|k| !k.standing.is_past()) {
+                    Some(k) if k.engine == *engine && k.rank == src && k.blob == contact.blob => (lane, false),
+                    // Its engine has made its regions anew at the same endpoint.
+                    Some(k) if k.engine == *engine && k.rank == src => {
+                        self.leave_lane(lane, "the rank is reached by another blob now".into());
+                        (self.end.connect(&contact.blob).map_err(|e| unable(&e))?, true)
+                    }
+                    other => {
+                        let whose = other.map_or("nobody that is known".into(), |k| {
+                            format!("rank {} of engine {}", k.rank, k.engine)
+                        });
+                        return Err(unable(&format_args!(
+                            "rank {src} of engine {engine} names the endpoint {endpoint}, which is connected already as that of \
+                             {whose}; give each rank of each engine an endpoint id of its own"
+                        )));
+                    }
+                }
+            }
+            Err(error) => return Err(unable(&error)),
+        };
+        if is_new {
+            let info = self.end.transport.peer(lane).map_err(|e| unable(&e))?;
+            self.lanes.add(lane, (engine, src), &contact.blob, info);
+        }
+        if let Some(known) = self.peers.get_mut(&peer) {
+            known.lanes.insert(src, lane);
+        }
+        Ok(lane)
+    }
+
     pub(super) fn on_connected(&mut self, peer: PeerId) {
         let Ok(info) = self.end.transport.peer(peer) else { return };
         let checked = self.lanes.policy.check_kind(&info.lane);
@@ -309,6 +360,10 @@ impl RankSession {
                         Ok(()) => self.admit_lane(peer),
                         Err(error) => self.refuse_lane(peer, error.to_string()),
                     }
+                }
+                Err(ProbeError::Failed { reason: reason @ TransferError::Stale { .. }, .. }) => {
+                    // As where a request's read finds it.
+                    self.leave_lane(peer, reason.to_string());
                 }
                 Err(error) => self.refuse_lane(peer, format!("it can't be measured: {error}")),
             }

@@ -1,6 +1,6 @@
 //! What real wires bring: lanes that come up late, are not what they should be, break, or are full.
 
-use kvferry_transport::{SubmitError, TransferError};
+use kvferry_transport::{ConnectError, SubmitError, TransferError};
 
 use super::*;
 
@@ -171,7 +171,8 @@ fn lanes_of_the_past_are_bounded() {
     let info = |w: &World| w.d.lanes.known.values().next().unwrap().info.clone();
     for i in 1000..1200 {
         let (peer, info) = (PeerId::new(i), info(&w));
-        w.d.lanes.add(peer, &EngineId::new(&format!("e{i}")).unwrap(), RankId::new(0), info);
+        let engine = EngineId::new(&format!("e{i}")).unwrap();
+        w.d.lanes.add(peer, (&engine, RankId::new(0)), &[].into(), info);
         w.d.lanes.leave(peer);
     }
     assert_eq!(w.d.lanes().len(), 64);
@@ -196,6 +197,108 @@ fn a_lane_that_fails_once_fails_one_request() {
     }
 }
 
+/// The producer's ranks register their memory anew; gives what they would join with then.
+fn registered_anew(w: &mut World) -> Vec<RankContact> {
+    let anew = |rank: &mut RankSession| {
+        let regions = rank.cache.regions().to_vec();
+        for id in 0..u32::try_from(regions.len()).unwrap() {
+            rank.end.transport.deregister(RegionId::new(id)).unwrap();
+        }
+        for region in regions {
+            rank.end.transport.register(region).unwrap();
+        }
+        RankContact { epoch: Epoch::new(7), blob: rank.end.transport.blob().into() }
+    };
+    w.p.iter_mut().map(anew).collect()
+}
+
+/// The consumer hears of an engine that is like the producer, and reads from it from now on; gives from whom it has read.
+fn introduce(w: &mut World, id: &str, contacts: Vec<RankContact>) -> Digest {
+    let engine = EngineId::new(id).unwrap();
+    let engine = EngineManifest::new(engine, Epoch::new(2), (*manifest(2)).clone(), contacts).unwrap();
+    let old = std::mem::replace(&mut w.pairing.peer, engine.digest());
+    w.d.handle(ToRank::Peer(Arc::new(engine)), w.now);
+    old
+}
+
+fn contacts(w: &World) -> Vec<RankContact> {
+    w.p.iter().map(|p| RankContact { epoch: Epoch::new(1), blob: p.end.transport.blob().into() }).collect()
+}
+
+/// An endpoint id that two ranks name, of one engine or of two, is not taken for both: the one's bytes would be read for the
+/// other's.
+#[test]
+fn a_lane_is_not_taken_for_another_rank_or_engine() {
+    let mut w = World::new(Script::default());
+    let mut twice = contacts(&w);
+    twice[1] = twice[0].clone();
+    let p = introduce(&mut w, "twice", twice);
+    pull(&mut w, 1);
+    w.run(SECOND / 10);
+    assert_eq!(w.fault().stage, Stage::Connect);
+    for text in ["source rank 1: rank 1 of engine twice names", "that of rank 0 of engine twice", "of its own"] {
+        assert!(w.fault().text.contains(text), "{}", w.fault());
+    }
+    w.ended.clear();
+    w.d.handle(ToRank::Forget(w.pairing.peer), w.now);
+    // Another engine that gives out the producer's endpoints as its own, and is read from first.
+    let thief = contacts(&w);
+    introduce(&mut w, "thief", thief);
+    pull(&mut w, 2);
+    w.run(SECOND / 10);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+    w.ended.clear();
+    w.pairing.peer = p;
+    pull(&mut w, 3);
+    w.run(SECOND / 10);
+    assert_eq!(w.fault().stage, Stage::Connect);
+    for text in ["source rank 0: rank 0 of engine p names", "that of rank 0 of engine thief"] {
+        assert!(w.fault().text.contains(text), "{}", w.fault());
+    }
+}
+
+/// The same rank under a newer manifest is reached by the lane that there is, while its blob is the same; by another blob, anew,
+/// though nothing has shown yet that the old one is stale.
+#[test]
+fn a_lane_is_kept_for_as_long_as_its_blob_is_the_same() {
+    let mut w = World::new(Script::default());
+    let lanes = |w: &World| w.d.peers[&w.pairing.peer].lanes.clone();
+    pull(&mut w, 1);
+    w.run(SECOND / 10);
+    let first = lanes(&w);
+    let mut same = contacts(&w);
+    same[0].epoch = Epoch::new(9);
+    introduce(&mut w, "p", same);
+    pull(&mut w, 2);
+    w.run(SECOND / 10);
+    assert_eq!(lanes(&w), first);
+    let other = registered_anew(&mut w);
+    introduce(&mut w, "p", other);
+    pull(&mut w, 3);
+    w.run(SECOND / 10);
+    assert!(matches!(&w.ended[..], [Ok(_), Ok(_), Ok(_)]), "{:?}", w.ended);
+    assert!(lanes(&w).values().all(|lane| first.values().all(|f| f != lane)), "both were made anew");
+    assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
+}
+
+/// A probe that finds a lane stale leaves it, as a request does.
+#[test]
+fn a_lane_that_its_probe_finds_stale_is_made_anew() {
+    let mut w = World::with(Script::default(), policy(&[], Some(1)));
+    let contacts = registered_anew(&mut w);
+    pull(&mut w, 1);
+    w.run(SECOND);
+    assert_eq!(w.fault().stage, Stage::Connect);
+    assert!(w.fault().text.contains("connect anew with a new blob"), "{}", w.fault());
+    assert!(standings(&w).iter().all(|s| matches!(s, LaneStanding::Lost(_))), "{:?}", standings(&w));
+    w.ended.clear();
+    introduce(&mut w, "p", contacts);
+    pull(&mut w, 2);
+    w.run(SECOND);
+    assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
+    assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
+}
+
 /// Where the producer has registered its memory anew, what was known of it is stale: the request fails with that, and the next one
 /// makes the lane anew by the blob that the engine has then, though the endpoint is the same.
 #[test]
@@ -208,17 +311,7 @@ fn a_producer_that_registers_anew_is_reached_by_its_new_blob() {
     w.run(SECOND / 10);
     assert!(matches!(&w.ended[..], [Ok(_)]), "{:?}", w.ended);
     w.ended.clear();
-    let mut contacts = Vec::new();
-    for rank in &mut w.p {
-        let regions = rank.cache.regions().to_vec();
-        for id in 0..u32::try_from(regions.len()).unwrap() {
-            rank.end.transport.deregister(RegionId::new(id)).unwrap();
-        }
-        for region in regions {
-            rank.end.transport.register(region).unwrap();
-        }
-        contacts.push(RankContact { epoch: Epoch::new(7), blob: rank.end.transport.blob().into() });
-    }
+    let contacts = registered_anew(&mut w);
     // Two requests at once over the same lanes: both fail, once each.
     let orders = [2, 3].map(|id| w.order(id, Assurance::Fenced));
     for order in orders {
@@ -239,11 +332,7 @@ fn a_producer_that_registers_anew_is_reached_by_its_new_blob() {
     }
     assert!(standings(&w).iter().all(|s| matches!(s, LaneStanding::Lost(_))), "{:?}", standings(&w));
     // What the owner tells of the engine's new life, with the same endpoints.
-    let cache = (*manifest(2)).clone();
-    let engine = EngineManifest::new(EngineId::new("p").unwrap(), Epoch::new(2), cache, contacts).unwrap();
-    let old = w.pairing.peer;
-    w.pairing.peer = engine.digest();
-    w.d.handle(ToRank::Peer(Arc::new(engine)), w.now);
+    let old = introduce(&mut w, "p", contacts);
     w.d.handle(ToRank::Forget(old), w.now);
     pull(&mut w, 4);
     w.run(SECOND / 10);
