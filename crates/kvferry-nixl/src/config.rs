@@ -21,14 +21,14 @@ pub struct NixlConfig {
     pub ucx: Vec<(String, String)>,
     /// Threads of the plugin UCX for requests of 128 descriptors or more (`num_threads`; vLLM uses 4): they share the descriptors of a
     /// request, spin while it is under way, and sleep otherwise. Each has its own connection to each peer. Default: 2, or 0 (all on the
-    /// agent's own thread) on a machine with one processor. Measured on two processors, 16 KiB blocks between processes: 2 move
-    /// 1.25 times what none does for the same processor time, 4 no more than 2.
+    /// agent's own thread) on a machine with one processor. What they gain depends on the lane and on free processors: measure it.
     pub threads: usize,
     /// How the agent's thread waits.
     pub waiting: Waiting,
     /// How large operations are cut.
     pub cutting: Cutting,
-    /// How long a peer may be silent while something of ours waits for it. Default: 10 s.
+    /// How long a peer may be silent while something of ours waits for it. An endpoint is silent while it registers memory, so this must
+    /// be longer than any peer's longest registration takes. Default: 10 s.
     pub silence: Duration,
     /// Whether NIXL measures each request; see [`NixlTransport::telemetry`](crate::NixlTransport::telemetry). Default: false.
     pub telemetry: bool,

@@ -13,18 +13,30 @@
 //!   each operation on it, and a notification comes once, behind the bytes: NIXL flushes the connection before a request is done.
 //! - **Revocation** is [`Fences`](kvferry_transport::Revocation::Fences): after `revoke` nothing further begins; what is under way may touch
 //!   the memory until it ends. NIXL can't take a key back from a peer that has it, so only peers that keep to the protocol are bound.
-//! - **One end each.** `Done` once NIXL says so of every request of the operation. Cancelled, disconnected or with a lost peer, it stops
-//!   posting and ends when its requests have, as `Failed`; one that takes longer than 2 s ends `InDoubt`. NIXL's own cancelling (to
-//!   release a request in progress) is not used, because nothing tells when such a request has stopped: it stays with the thread, which
-//!   keeps the memory's owners alive until it ends. Requests that failed without proof of their end keep them until NIXL has closed the
-//!   connection, and their operations end `InDoubt`, unless the peer's process has ended.
+//! - **One end each.** `Done` once NIXL says so of every request of the operation and the peer was told: the telling can't succeed after
+//!   a request of the connection failed. Cancelled, disconnected or with a lost peer, an operation stops posting and ends when its
+//!   requests have, as `Failed`; one that takes longer than 2 s ends `InDoubt`. NIXL's own cancelling (to release a request in
+//!   progress) is not used for that, because nothing tells when such a request has stopped: it stays with the thread, which keeps the
+//!   memory's owners alive until it ends. A request that failed proves nothing of the bytes that were on their way: its operation ends
+//!   `InDoubt`, keeps its memory and is not told as ended, unless the peer itself was *seen* to have ended (its process, or in the same
+//!   process its thread). Farewells and broken connections are no such sight.
+//! - **A notification** is given to UCX before its operation is `Done`. If the connection fails between that and its way out, it is lost, and
+//!   the peer is lost with it.
 //! - **A peer's death** shows by the end of its process on the same host (at once, also when idle), by its farewell, by NIXL failing to
 //!   send, or by silence for [`NixlConfig::silence`] while something of ours waits for it (its thread answers pings).
 //!   A killed process's memory goes before the process does: a failing request waits for that as its cause.
-//! - **Dropped**, an endpoint says farewell and waits up to a second for its requests and its guests' operations; then it
-//!   leaves them, with all that they need, to the thread, which ends when they have.
-//! - **No abort.** The library's statuses are values here. What is not checked is the inside of NIXL's metadata: a blob that somebody
-//!   forged, with a right checksum, can bring down NIXL. Blobs are to come from where the peer is known.
+//! - **Memory that a peer was granted** is kept until the peer says that the operation has stopped, says its last word, or was seen to have
+//!   ended. A peer of another host that is lost in the middle can do none of these: what it held is kept until this endpoint ends.
+//! - **Dropped**, an endpoint says that it closes, waits up to a second for its requests and its guests' operations, and says its last
+//!   word when nothing of it moves any more. What takes longer it leaves, with all that it needs, to the thread, which ends when that has.
+//! - **No abort by statuses.** The library's statuses are values here.
+//!
+//! # Whom it trusts
+//! Metadata is walked before NIXL gets it: every field and length in it, and that the blob's regions are in it. What is inside UCX's worker
+//! addresses and keys is not checked, so a blob that somebody forged with care, with a right checksum, can bring down the process, or aim a lane of
+//! this host at another process. And NIXL tells a sender by the name that the sender wrote: whoever reaches the UCX worker
+//! can speak for another endpoint, and so have its memory let go. Blobs are to come from where the peer is known, and the workers to be
+//! reachable by peers alone.
 //!
 //! # Lanes
 //! [`PeerInfo::lane`](kvferry_transport::PeerInfo) tells UCX's transport that carries remote memory (`cma`, `rc_mlx5`, `tcp`, ...), although NIXL's
@@ -49,8 +61,8 @@
 //! regions of 100,000 blocks would be 0.6 GB a peer. To move 4 KiB takes 2,400 ns, 16 KiB 5,500 ns. So a prepared list would win at most
 //! 3 % of the smallest blocks, and lose what merging wins.
 //!
-//! Reading 256 MiB of 16 KiB blocks between processes took as long as a bare loop of NIXL's calls over the same descriptors (0.92 to 1.13
-//! times its speed in runs next to each other) on one thread, and 1.25 times its speed with [`NixlConfig::threads`] of 2.
+//! A whole batch takes as long as a bare loop of NIXL's calls over the same descriptors, within the noise of a machine that
+//! is also used for other work; `docs/performance.md` has the figures, also with threads of the plugin.
 //!
 //! # What it is not
 //! It knows nothing of the meaning of bytes. Only host memory can be registered. Plugins that move bytes between memory and storage

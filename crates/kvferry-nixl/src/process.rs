@@ -79,9 +79,14 @@ impl Process {
         }
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(Watch::Elsewhere) };
         match pidfd_open(pid, PidfdFlags::empty()) {
-            // The number may have been given to another since.
-            Ok(fd) if started(self.pid) == Some(self.started) => Ok(Watch::Process(fd)),
-            Ok(_) | Err(rustix::io::Errno::SRCH) => Err(Ended),
+            Ok(fd) => match started(self.pid) {
+                Some(at) if at == self.started => Ok(Watch::Process(fd)),
+                // The number was given to another since.
+                Some(_) => Err(Ended),
+                // The kernel hides other users' processes: this may be another.
+                None => Ok(Watch::Elsewhere),
+            },
+            Err(rustix::io::Errno::SRCH) => Err(Ended),
             Err(_) => Ok(Watch::Elsewhere),
         }
     }

@@ -180,6 +180,10 @@ impl Worker {
         let Some(op) = self.ops.get_mut(&id) else { return };
         match trouble {
             Trouble::Request(fail) if fail != Fail::NotFound => {
+                // NIXL says the same where it has dropped the peer: then this can't be sent either, and the peer is looked after.
+                if let Some(peer) = self.peers.get(&op.peer) {
+                    self.net.send(peer.endpoint, &Frame::Ping);
+                }
                 self.stop(id, TransferError::Lane { reason: format!("NIXL could not make a request: {fail}") });
                 return;
             }
