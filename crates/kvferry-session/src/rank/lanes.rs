@@ -332,7 +332,11 @@ impl RankSession {
                 options.within = WITHIN;
                 match Probe::new(options, peer, &known.info, scratch) {
                     Ok(probe) => self.lanes.probe = Some(Probing { peer, probe, begun: self.now }),
-                    Err(error) => self.refuse_lane(peer, format!("it can't be measured: {error}")),
+                    Err(error) => {
+                        // The others that wait have nobody else who would begin with them.
+                        self.refuse_lane(peer, format!("it can't be measured: {error}"));
+                        continue;
+                    }
                 }
             }
             let Some(Probing { peer, probe, .. }) = &mut self.lanes.probe else { return };

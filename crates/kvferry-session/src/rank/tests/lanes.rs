@@ -281,6 +281,34 @@ fn a_lane_is_kept_for_as_long_as_its_blob_is_the_same() {
     assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
 }
 
+/// A lane that can't be probed, as its peer has no region, doesn't keep those behind it from being probed.
+#[test]
+fn a_lane_that_cannot_be_probed_holds_nobody_up() {
+    let mut w = World::with(Script::default(), policy(&[], Some(1)));
+    let empty: Vec<_> = (0..2).map(|_| w.network.endpoint().unwrap()).collect();
+    let contacts = empty.iter().map(|e| RankContact { epoch: Epoch::new(1), blob: e.blob().into() }).collect();
+    let p = introduce(&mut w, "empty", contacts);
+    pull(&mut w, 1);
+    w.pairing.peer = p;
+    pull(&mut w, 2);
+    let (mut now, mut steps) = (w.now, 0);
+    while let Some(next) = w.d.step(now) {
+        now = next.max(now) + Duration::from_micros(20);
+        steps += 1;
+        assert!(steps < 10_000, "it never rests");
+    }
+    let ends: Vec<FromRank> = std::iter::from_fn(|| w.d.next_message()).collect();
+    let [FromRank::Pulled { result: Err(fault), .. }, FromRank::Pulled { pull: PullId(2), result: Ok(_) }] = &ends[..]
+    else {
+        panic!("{ends:?}")
+    };
+    assert_eq!(fault.stage, Stage::Plan, "{fault}");
+    let [LaneStanding::Refused(why), LaneStanding::Up, LaneStanding::Up] = &standings(&w)[..] else {
+        panic!("{:?}", standings(&w))
+    };
+    assert!(why.contains("no registered region"), "{why}");
+}
+
 /// A probe that finds a lane stale leaves it, as a request does.
 #[test]
 fn a_lane_that_its_probe_finds_stale_is_made_anew() {
