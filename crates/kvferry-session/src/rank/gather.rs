@@ -103,6 +103,12 @@ impl RankSession {
         self.out.extend(asking.map(|(src, gathered)| FromRank::GatherWanted { pull: id, src, gathered }));
     }
 
+    /// A rank is not asked to gather any more. Manifests that share its lane share what it computes.
+    pub(super) fn stop_gathering(&mut self, src: RankId, lane: PeerId) {
+        let sharing = self.peers.values_mut().filter(|k| k.lanes.get(&src) == Some(&lane));
+        sharing.for_each(|k| k.gathers = false);
+    }
+
     /// What a source's rank has gathered can be read, or there is nothing: then it is read directly.
     pub(super) fn on_gather_answer(&mut self, id: PullId, src: RankId, result: Result<Bytes, NotGathered>) {
         let asked = self.pulls.get(&id).and_then(|p| match p.sources.get(&src)?.state {
@@ -111,8 +117,7 @@ impl RankSession {
         });
         if let (Some(lane), Err(NotGathered::Differs { .. })) = (asked, &result) {
             // It won't compute anything else the next time.
-            let known = self.peers.values_mut().find(|k| k.lanes.get(&src) == Some(&lane));
-            known.into_iter().for_each(|k| k.gathers = false);
+            self.stop_gathering(src, lane);
         }
         let (cache, transport) = (&self.cache, &self.end.transport);
         let wire = |steps: &Steps, lane: PeerId, staging: RegionId, at: Bytes| {

@@ -281,6 +281,27 @@ fn a_lane_is_kept_for_as_long_as_its_blob_is_the_same() {
     assert_eq!(standings(&w), [LaneStanding::Up, LaneStanding::Up]);
 }
 
+/// Those who share a lane share what its rank has said of gathering.
+#[test]
+fn a_rank_that_computes_other_batches_is_asked_by_no_manifest_of_its_lane() {
+    let mut w = World::new(Script::default());
+    pull(&mut w, 1);
+    let mut same = contacts(&w);
+    same[0].epoch = Epoch::new(9);
+    introduce(&mut w, "p", same);
+    pull(&mut w, 2);
+    let other = w.network.endpoint().unwrap();
+    let blob: Arc<[u8]> = other.blob().into();
+    introduce(&mut w, "other", vec![RankContact { epoch: Epoch::new(1), blob }; 2]);
+    let src = RankId::new(0);
+    let lane = w.d.peers.values().find_map(|k| k.lanes.get(&src).copied()).unwrap();
+    w.d.stop_gathering(src, lane);
+    let gathers = w.d.peers.values().map(|k| (k.manifest.engine().as_str(), k.gathers));
+    let mut gathers: Vec<_> = gathers.collect();
+    gathers.sort_unstable();
+    assert_eq!(gathers, [("other", true), ("p", false), ("p", false)]);
+}
+
 /// A lane that can't be probed, as its peer has no region, doesn't keep those behind it from being probed.
 #[test]
 fn a_lane_that_cannot_be_probed_holds_nobody_up() {
