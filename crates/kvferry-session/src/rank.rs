@@ -52,6 +52,8 @@ use staged::Staging;
 
 /// Bytes that are digested between two looks at the transport.
 const SLICE: u64 = 16 << 20;
+/// The same while a lane is measured: what is looked at late would count as slow.
+const SLICE_WHILE_PROBING: u64 = 256 << 10;
 
 /// Which rank this is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -209,8 +211,9 @@ impl RankSession {
         self.probe();
         self.post_queued();
         self.serve_granted();
-        self.digest_slice();
-        self.compare_slice();
+        let slice = self.slice();
+        self.digest_slice(slice);
+        self.compare_slice(slice);
         self.serve_granted();
         let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
         if busy || self.end.is_called() {
@@ -456,11 +459,15 @@ impl RankSession {
         Ok(Arc::new(bounded.map_err(|e| text(&e))?))
     }
 
+    fn slice(&self) -> u64 {
+        if self.lanes.is_reading() { SLICE_WHILE_PROBING } else { SLICE }
+    }
+
     /// One slice of what peers asked for.
-    fn digest_slice(&mut self) {
+    fn digest_slice(&mut self, bytes: u64) {
         let Some((peer, mut jobs)) = self.jobs.pop_front() else { return };
         if let Some(mut job) = jobs.pop_front() {
-            match job.digester.advance(self.cache.regions(), SLICE) {
+            match job.digester.advance(self.cache.regions(), bytes) {
                 Ok(false) => jobs.push_back(job),
                 Ok(true) => {
                     let pieces = Ok(job.digester.finish());
@@ -477,10 +484,10 @@ impl RankSession {
     }
 
     /// One slice of our own side of a comparison.
-    fn compare_slice(&mut self) {
+    fn compare_slice(&mut self, bytes: u64) {
         let Some((&id, pull)) = self.pulls.iter_mut().find(|(_, p)| p.has_work()) else { return };
         let Standing::Member(engine) = &self.standing else { return };
-        let next = pull.compare_slice(self.cache.regions(), SLICE, engine.cache(), self.who.rank, self.now);
+        let next = pull.compare_slice(self.cache.regions(), bytes, engine.cache(), self.who.rank, self.now);
         self.go_on(id, next);
     }
 

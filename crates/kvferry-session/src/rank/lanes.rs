@@ -1,9 +1,11 @@
 //! The lanes to producers' ranks: how each stands, and whether it may carry anything.
 //!
 //! A [`Policy`] that requires something is checked when a lane is up, and nothing is posted on it before. Where it asks for a least
-//! rate, the lane is probed, once: a few reads of the peer's memory into scratch memory that no peer is told of, one lane after the
-//! other. A lane that is refused stays so for as long as the connection stands, and each request that would need it fails at once
-//! with the reason: nothing is tried again, and nothing goes another way in silence.
+//! rate, the lane is probed: a few reads of the peer's memory into scratch memory that no peer is told of, one lane after the
+//! other. The reads share the rank's thread and cards with all that it does otherwise, so the rate that they find is one that the
+//! lane has at least: the best of a few probes counts, and only after the last of them a lane is refused. It stays so for as long
+//! as the connection stands, and each request that would need it fails at once with the reason: nothing goes another way in
+//! silence.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,8 +16,10 @@ use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::EngineId;
 use kvferry_proto::rank::{PullId, RankFault, Stage};
-use kvferry_transport::preflight::{Policy, Probe, ProbeError, ProbeOptions};
-use kvferry_transport::{ConnectError, EndpointId, Event, Lane, OpId, PeerId, PeerInfo, Region, TransferError};
+use kvferry_transport::preflight::{Policy, Probe, ProbeError, ProbeOptions, Report};
+use kvferry_transport::{
+    ConnectError, EndpointId, Event, Lane, Measured, OpId, PeerId, PeerInfo, Region, TransferError,
+};
 
 use super::RankSession;
 use super::pull::SourceState;
@@ -23,8 +27,12 @@ use crate::cache::CacheError;
 
 /// Bytes of scratch memory: room for what a probe has in flight.
 const SCRATCH: usize = 4 << 20;
-/// How long a probe may take.
-const WITHIN: Duration = Duration::from_secs(10);
+/// How long a probe may take. On a fast lane it takes some ten milliseconds; the others wait for it.
+const WITHIN: Duration = Duration::from_secs(2);
+/// How often a lane is probed before it is refused by what that has found.
+const TRIES: u32 = 3;
+/// How long after a probe the same lane is probed again: what else kept the rank busy may be over by then.
+const PAUSE: Duration = Duration::from_millis(50);
 /// The most lanes that are shown though they are not there any more.
 const MAX_PAST: usize = 64;
 /// The most bytes of a lane's text in a report.
@@ -97,6 +105,10 @@ pub(super) struct Known {
     blob: Arc<[u8]>,
     pub(super) info: PeerInfo,
     standing: LaneStanding,
+    /// Probes that it has not passed.
+    pub(super) tries: u32,
+    /// When it may be probed.
+    probe_at: Duration,
 }
 
 struct Probing {
@@ -110,7 +122,9 @@ impl Lanes {
     pub(super) fn add(&mut self, peer: PeerId, (engine, rank): (&EngineId, RankId), blob: &Arc<[u8]>, info: PeerInfo) {
         self.known.retain(|_, k| !(k.standing.is_past() && k.rank == rank && k.engine == *engine));
         let (engine, blob) = (engine.clone(), blob.clone());
-        self.known.entry(peer).or_insert(Known { engine, rank, blob, info, standing: LaneStanding::Connecting });
+        let standing = LaneStanding::Connecting;
+        let known = Known { engine, rank, blob, info, standing, tries: 0, probe_at: Duration::ZERO };
+        self.known.entry(peer).or_insert(known);
         self.revision += 1;
     }
 
@@ -156,9 +170,24 @@ impl Lanes {
         }
     }
 
-    /// When the probe must be looked at though nothing happens.
+    /// When probing must be looked at though nothing happens.
     pub(super) fn deadline(&self) -> Option<Duration> {
-        self.probe.as_ref().map(|p| p.begun.saturating_add(WITHIN + Duration::from_millis(1)))
+        match &self.probe {
+            Some(probing) => Some(probing.begun.saturating_add(WITHIN + Duration::from_millis(1))),
+            // The ends of those that are left are told.
+            None if !self.left.is_empty() => None,
+            None => self.waiting().map(|(_, k)| k.probe_at).min(),
+        }
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = (PeerId, &Known)> {
+        let waits = |k: &Known| k.standing == LaneStanding::Probing;
+        self.known.iter().filter(move |(_, k)| waits(k)).map(|(&peer, k)| (peer, k))
+    }
+
+    /// The lane to probe now: one that was probed least, so that one that is stuck holds the others up once.
+    fn next_to_probe(&self, now: Duration) -> Option<(PeerId, &Known)> {
+        self.waiting().filter(|(_, k)| k.probe_at <= now).min_by_key(|(_, k)| k.tries)
     }
 
     /// Whether a probe's reads are in flight.
@@ -175,7 +204,9 @@ impl Lanes {
 
 impl RankSession {
     /// The same, with lanes that must be what a policy says. Where that asks for a least rate, scratch memory is made and
-    /// registered for the probes; peers are not told of it, as the rank has said already what it has.
+    /// registered for the probes; peers are not told of it, as the rank has said already what it has. The best of a few probes
+    /// decides whether a lane is taken or refused, for as long as its connection stands: they are read beside all that the rank
+    /// does otherwise, so a rate near what the lane can do at all will be missed.
     ///
     /// # Errors
     /// If the scratch memory can't be had or registered.
@@ -326,8 +357,7 @@ impl RankSession {
         let Some(scratch) = self.lanes.scratch else { return };
         loop {
             if self.lanes.probe.is_none() && self.lanes.left.is_empty() {
-                let next = self.lanes.known.iter().find(|(_, k)| k.standing == LaneStanding::Probing);
-                let Some((&peer, known)) = next else { return };
+                let Some((peer, known)) = self.lanes.next_to_probe(self.now) else { return };
                 let mut options = ProbeOptions::quick();
                 options.within = WITHIN;
                 match Probe::new(options, peer, &known.info, scratch) {
@@ -355,22 +385,34 @@ impl RankSession {
             for op in self.lanes.left.clone() {
                 self.end.cancel(op);
             }
-            match result {
-                Ok(report) => {
-                    if let Some(known) = self.lanes.known.get_mut(&peer) {
-                        known.info.lane.measured = report.lane.measured;
-                    }
-                    match self.lanes.policy.check_rate(&report.lane) {
-                        Ok(()) => self.admit_lane(peer),
-                        Err(error) => self.refuse_lane(peer, error.to_string()),
-                    }
+            self.probed(peer, result);
+        }
+    }
+
+    fn probed(&mut self, peer: PeerId, result: Result<Report, ProbeError>) {
+        let why = match result {
+            Ok(report) => {
+                let Some(known) = self.lanes.known.get_mut(&peer) else { return };
+                let rate = |m: &Option<Measured>| m.map_or(0.0, |m| m.bytes_per_second);
+                if rate(&report.lane.measured) >= rate(&known.info.lane.measured) {
+                    known.info.lane.measured = report.lane.measured;
                 }
-                Err(ProbeError::Failed { reason: reason @ TransferError::Stale { .. }, .. }) => {
-                    // As where a request's read finds it.
-                    self.leave_lane(peer, reason.to_string());
+                match self.lanes.policy.check_rate(&known.info.lane) {
+                    Ok(()) => return self.admit_lane(peer),
+                    Err(error) => error.to_string(),
                 }
-                Err(error) => self.refuse_lane(peer, format!("it can't be measured: {error}")),
             }
+            // As where a request's read finds it.
+            Err(ProbeError::Failed { reason: reason @ TransferError::Stale { .. }, .. }) => {
+                return self.leave_lane(peer, reason.to_string());
+            }
+            Err(error) => format!("it can't be measured: {error}"),
+        };
+        let Some(known) = self.lanes.known.get_mut(&peer) else { return };
+        known.tries += 1;
+        known.probe_at = self.now.saturating_add(PAUSE);
+        if known.tries == TRIES {
+            self.refuse_lane(peer, why);
         }
     }
 }
