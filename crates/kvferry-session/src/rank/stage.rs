@@ -43,8 +43,9 @@ pub enum Way {
 /// How a rank stages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct StagingConfig {
-    /// What the ways cost. `None`: what the transport says that they cost over it, and over a lane that was measured, what was
-    /// measured.
+    /// What the ways cost. `None`: what the transport says that they cost over it. Over a lane that was measured, the wire's rate is
+    /// the measured one: that makes the costs of all ways truer, but alike, as the same bytes go over the wire whichever is taken.
+    /// So it changes no choice; what descriptors and permuting cost does, and a probe of a lane measures neither.
     pub cost: Option<CostModel>,
     /// Which one is taken.
     pub way: Way,
@@ -350,7 +351,8 @@ impl Steps {
     }
 }
 
-/// The model of a lane that was measured. What a small operation took is latency, which is the same whichever way is taken; a
+/// The model of a lane that was measured: times that are nearer to the truth, and the same choice, as the bytes on the wire cost
+/// each way the same. What a small operation took is latency, which is the same whichever way is taken; a
 /// descriptor's share of a batch is not to be had from it.
 #[expect(clippy::cast_possible_truncation, reason = "it saturates, and what isn't a number becomes 0")]
 fn on_lane(model: CostModel, measured: Option<Measured>) -> CostModel {
