@@ -116,6 +116,11 @@ const UCX: [(&str, &str); 3] =
 const SPLIT: usize = 128;
 
 impl NixlConfig {
+    /// Whether requests are shared among threads. NIXL gives such a one up at the first error of any, without waiting for the others.
+    pub(crate) fn shares_requests(&self) -> bool {
+        self.threads > 0 || self.params.iter().any(|(key, _)| key == "num_threads")
+    }
+
     pub(crate) fn is_ucx(&self) -> bool {
         self.plugin == "UCX"
     }

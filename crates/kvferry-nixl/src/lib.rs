@@ -28,7 +28,9 @@
 //! - **Memory that a peer was granted** is kept until the peer says that the operation has stopped, says its last word, or was seen to have
 //!   ended. A peer of another host that is lost in the middle can do none of these: what it held is kept until this endpoint ends.
 //! - **Dropped**, an endpoint says that it closes, waits up to a second for its requests and its guests' operations, and says its last
-//!   word when nothing of it moves any more. What takes longer it leaves, with all that it needs, to the thread, which ends when that has.
+//!   word when nothing of it moves any more. Where a request that threads of the plugin shared has failed, NIXL's agent is left behind with
+//!   those threads, as UCX aborts when it is destroyed then; memory is let go all the same, if its registration ends.
+//!   What takes longer it leaves, with all that it needs, to the thread, which ends when that has.
 //! - **No abort by statuses.** The library's statuses are values here.
 //!
 //! # Whom it trusts

@@ -57,6 +57,9 @@ pub(crate) struct Worker {
     /// Operations that ended in doubt and whose ends the peers were not told.
     orphans: HashMap<OpId, Orphan>,
     ghosts: Vec<Ghost>,
+    /// A request that the plugin's threads shared has failed. NIXL gave it up, with parts of it still queued where nobody makes
+    /// progress any more, and UCX aborts the process if such a worker is destroyed.
+    stuck: bool,
     /// Those that something could not be sent to, or whose requests fail, and until when their process's end is awaited as the cause.
     suspects: HashMap<EndpointId, Instant>,
     stopping: Option<SyncSender<()>>,
@@ -81,6 +84,7 @@ impl Worker {
             flights: Vec::new(),
             orphans: HashMap::new(),
             ghosts: Vec::new(),
+            stuck: false,
             suspects: HashMap::new(),
             stopping: None,
             inbox: Vec::new(),
@@ -123,13 +127,28 @@ impl Worker {
             std::thread::yield_now();
         }
         let reply = self.stopping.take();
-        // The agent ends before the memory that is registered with it.
-        let Self { net, memory, .. } = self;
-        drop(net);
-        drop(memory);
+        if self.stuck {
+            self.abandon();
+        } else {
+            // The agent ends before the memory that is registered with it.
+            let Self { net, memory, ghosts, .. } = self;
+            drop(net);
+            drop((memory, ghosts));
+        }
         if let Some(reply) = reply {
             let _ = reply.send(());
         }
+    }
+
+    /// Ends without the agent's end: it stays behind. Memory is let go if NIXL ends its registration, and what a peer that is not known
+    /// to have ended may still touch is kept with the agent.
+    fn abandon(mut self) {
+        let serials: Vec<u64> = self.memory.keys().copied().collect();
+        serials.into_iter().for_each(|serial| self.deregister(serial));
+        let Self { net, memory, mut ghosts, .. } = self;
+        ghosts.retain(|ghost| !ghost.dead);
+        // Its doorbell and what watches others end.
+        std::mem::forget((net.agent, memory, ghosts));
     }
 
     /// Whether no guest touches our memory any more. Those on other hosts that can't be reached will never say so, but can't

@@ -117,6 +117,7 @@ impl Worker {
             }
             Err(_) => {
                 let (endpoint, dead) = (peer.endpoint, self.net.is_dead(peer.endpoint));
+                self.stuck |= self.config.shares_requests();
                 self.ghosts.push(Ghost { endpoint, _held: op.ours.clone(), dead, forgotten: None });
                 self.net.agent.release(request);
                 return Err(Trouble::Lost);
@@ -148,6 +149,7 @@ impl Worker {
         }
         if ended.is_err() {
             let dead = self.net.is_dead(endpoint);
+            self.stuck |= self.config.shares_requests();
             self.ghosts.push(Ghost { endpoint, _held: held.clone(), dead, forgotten: None });
         }
         self.net.agent.release(request);
