@@ -5,13 +5,13 @@ use crate::batch::Batch;
 use crate::digest::{Digest, Digester};
 
 impl Staged {
-    /// Names what both engines compute for themselves of a batch that is gathered: the direct batch that it was made of, and the
-    /// wire step, which says in which order the bytes lie in the buffer. Equal digests, equal batches in product form; batches that
+    /// Names what both engines compute for themselves of a batch that is gathered: the direct batch that it was made of, the
+    /// wire step, which says in which order the bytes lie in the buffer, and the local step that puts them there. Equal digests, equal batches in product form; batches that
     /// move the same bytes in other rows may have other digests.
     #[must_use]
     pub fn digest(&self, direct: &Batch) -> Digest {
-        let mut d = Digester::new("kvferry staged batch 1");
-        for batch in [direct, &self.wire] {
+        let mut d = Digester::new("kvferry staged batch 2");
+        for batch in [direct, &self.wire, &self.local] {
             add(&mut d, batch);
         }
         d.number(self.bytes);
@@ -81,6 +81,22 @@ mod tests {
     fn digest(sections: Vec<Section>, staging: u32) -> crate::digest::Digest {
         let direct = Batch::new(sections);
         Staged::new(&direct, Place::Source, RegionId::new(staging)).unwrap().digest(&direct)
+    }
+
+    /// Each of the steps has a part in the name: who would do another one is found out.
+    #[test]
+    fn every_step_is_in_the_name() {
+        let direct = Batch::new(vec![section()]);
+        let staged = Staged::new(&direct, Place::Source, RegionId::new(9)).unwrap();
+        let other = Batch::new(vec![section(), section()]);
+        let names = [
+            staged.digest(&direct),
+            staged.digest(&other),
+            Staged { wire: other.clone(), ..staged.clone() }.digest(&direct),
+            Staged { local: other, ..staged.clone() }.digest(&direct),
+            Staged { bytes: 1, ..staged }.digest(&direct),
+        ];
+        assert_eq!(BTreeSet::from(names).len(), names.len());
     }
 
     /// Whatever changes in the batch, or where the buffer is, changes the name.
