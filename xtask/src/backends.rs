@@ -138,18 +138,11 @@ impl BackendArgs {
 
     /// Opens all of `wires` as one transport.
     pub(crate) fn open(&self, wires: &Wires) -> anyhow::Result<Opened> {
-        let mut order: Vec<(usize, Wire)> = wires.iter().enumerate().collect();
-        // A rank has one endpoint, whichever way it is reached. NIXL's draws its own id, so the others take it over.
-        order.sort_by_key(|&(_, wire)| wire != Wire::Nixl);
-        let mut opened: Vec<(usize, Opened)> = Vec::new();
-        for (place, wire) in order {
-            let id = opened.first().map(|(_, first)| first.transport.endpoint());
+        let (mut all, mut chosen): (Vec<Box<dyn Transport>>, _) = (Vec::new(), Vec::new());
+        for wire in wires.iter() {
+            // A rank has one endpoint, whichever way it is reached.
+            let id = all.first().map(|first| first.endpoint());
             let one = self.open_one(wire, id).with_context(|| format!("transport {}", wire.name()))?;
-            opened.push((place, one));
-        }
-        opened.sort_by_key(|&(place, _)| place);
-        let (mut all, mut chosen) = (Vec::new(), Vec::new());
-        for (_, one) in opened {
             all.push(one.transport);
             chosen.extend(one.chosen);
         }
@@ -166,7 +159,7 @@ impl BackendArgs {
                 Ok(Opened::plain(ShmTransport::new(config)?))
             }
             Wire::Ucx => self.ucx(id),
-            Wire::Nixl => self.nixl(),
+            Wire::Nixl => self.nixl(id),
         }
     }
 
@@ -197,9 +190,10 @@ impl BackendArgs {
     }
 
     #[cfg(feature = "nixl")]
-    fn nixl(&self) -> anyhow::Result<Opened> {
+    fn nixl(&self, id: Option<EndpointId>) -> anyhow::Result<Opened> {
         use kvferry_nixl::{NixlConfig, NixlTransport};
         let mut config = NixlConfig::default();
+        config.endpoint = id;
         // Here ports are not named.
         let plain = |d: &String| d.split(':').next().unwrap_or_default().to_owned();
         config.devices = self.devices.iter().map(plain).collect();
@@ -207,7 +201,7 @@ impl BackendArgs {
     }
 
     #[cfg(not(feature = "nixl"))]
-    fn nixl(&self) -> anyhow::Result<Opened> {
+    fn nixl(&self, _: Option<EndpointId>) -> anyhow::Result<Opened> {
         bail!("it is not built into this program")
     }
 }

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvferry_transport::EndpointId;
+
 use crate::error::NixlError;
 
 /// Settings of an endpoint. Start from [`NixlConfig::default`].
@@ -11,6 +13,8 @@ pub struct NixlConfig {
     /// NIXL's plugin: `UCX` (the default), `LIBFABRIC`, or another that moves bytes between agents. Those that move them between
     /// memory and storage (`POSIX`, `GDS`, `OBJ`, ...) are refused.
     pub plugin: String,
+    /// The endpoint's id, for one that is an endpoint of other backends, too. By default, random.
+    pub endpoint: Option<EndpointId>,
     /// Parameters for the plugin by its own names, laid over its defaults and over what the other settings say.
     pub params: Vec<(String, String)>,
     /// Network devices (rails) that the plugin may use, by its own names: `mlx5_0`, ... Empty (the default): the plugin's choice. For
@@ -20,8 +24,9 @@ pub struct NixlConfig {
     /// gets them as `engine_config`, after those that make the lanes of one host fit for endpoints that handle errors.
     pub ucx: Vec<(String, String)>,
     /// Threads of the plugin UCX for requests of 128 descriptors or more (`num_threads`; vLLM uses 4): they share the descriptors of a
-    /// request, spin while it is under way, and sleep otherwise. Each has its own connection to each peer. Default: 2, or 0 (all on the
-    /// agent's own thread) on a machine with one processor. What they gain depends on the lane and on free processors: measure it.
+    /// request, spin while it is under way, and sleep otherwise. Each has its own connection to each peer. What they gain depends on the lane
+    /// and on free processors: measure it. Default: 0, all on the agent's own thread. NIXL 1.5.1 gives a shared request up at its first error
+    /// with parts of it still queued, and UCX has been seen to abort the process some time after a peer had been killed.
     pub threads: usize,
     /// How the agent's thread waits.
     pub waiting: Waiting,
@@ -91,13 +96,13 @@ impl Default for Cutting {
 
 impl Default for NixlConfig {
     fn default() -> Self {
-        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
             plugin: "UCX".to_owned(),
+            endpoint: None,
             params: Vec::new(),
             devices: Vec::new(),
             ucx: Vec::new(),
-            threads: if cpus > 1 { 2 } else { 0 },
+            threads: 0,
             waiting: Waiting::default(),
             cutting: Cutting::default(),
             silence: Duration::from_secs(10),

@@ -98,7 +98,7 @@ impl NixlTransport {
         let mut random = [0u8; 16];
         getrandom::fill(&mut random)
             .map_err(|e| NixlError::System { what: "getting random bytes", reason: e.to_string() })?;
-        let id = EndpointId::new(random);
+        let id = config.endpoint.unwrap_or(EndpointId::new(random));
         let process = Process::this();
         let shared = Arc::new(Shared::new().map_err(NixlError::system("making an eventfd"))?);
         let (thread, none) = crate::open::open(&library, &config, id, process, &shared)?;
