@@ -106,8 +106,8 @@ pub struct StagingOptions {
     pub pool: Bytes,
     /// Which reads are staged: those for which it is cheaper, by default.
     pub way: Way,
-    /// What the ways cost. `None`, by default: what the transport says that they cost over it, refined by what was measured on a
-    /// lane.
+    /// What the ways cost. `None`, by default: what the transport says that they cost over it. What was measured on a lane makes
+    /// the times truer, but changes no choice: the bytes cross it either way.
     pub cost: Option<CostModel>,
     /// Threads that permute what was staged into place, or gather, at least one. By default half of the processors that there are, 4 at most.
     pub threads: usize,
@@ -143,8 +143,8 @@ impl WorkerBuilder {
     }
 
     /// Refuses lanes to other engines' ranks that are not what a policy says: a pull that needs one fails with the reason, before
-    /// anything has moved. Where the policy asks for a least rate, each lane is measured once, when it is made. The default allows
-    /// every lane.
+    /// anything has moved. Where the policy asks for a least rate, each lane is measured when it is made, up to three times, of which
+    /// the best counts. A refused lane stays refused as long as its connection stands. The default allows every lane.
     #[must_use]
     pub fn lanes(mut self, policy: Policy) -> Self {
         self.policy = policy;
