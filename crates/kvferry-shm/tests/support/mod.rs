@@ -1,5 +1,5 @@
 //! What the tests share: memory of both kinds, a clock, the harness, and endpoints driven to an event.
-#![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
+#![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -10,7 +10,8 @@ use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Se
 use kvferry_geometry::units::{Bytes, RegionId};
 use kvferry_shm::{Config, ShmTransport};
 use kvferry_transport::conformance::Harness;
-use kvferry_transport::{Event, MemoryKind, OpId, Outcome, PeerId, Region, Transport};
+pub(crate) use kvferry_transport::conformance::drive::{connected, drive, end_of};
+use kvferry_transport::{MemoryKind, Region, Transport};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -96,36 +97,6 @@ pub(crate) fn reversed(len: usize, block: usize) -> Arc<BoundedBatch> {
 /// What `reversed` makes of bytes.
 pub(crate) fn reverse_blocks(bytes: &[u8], block: usize) -> Vec<u8> {
     bytes.chunks(block).rev().flatten().copied().collect()
-}
-
-/// Steps all endpoints until the first one says something that `wanted` accepts.
-pub(crate) fn drive<R>(endpoints: &mut [&mut dyn Transport], mut wanted: impl FnMut(&Event) -> Option<R>) -> R {
-    let start = Instant::now();
-    let mut heard = Vec::new();
-    loop {
-        for endpoint in endpoints.iter_mut() {
-            endpoint.step(start.elapsed());
-        }
-        for event in std::iter::from_fn(|| endpoints[0].next_event()) {
-            if let Some(got) = wanted(&event) {
-                return got;
-            }
-            heard.push(event);
-        }
-        assert!(start.elapsed() < Duration::from_secs(30), "not heard in time; heard {heard:?}");
-        endpoints[0].wait(Some(Duration::from_millis(1)));
-    }
-}
-
-pub(crate) fn connected(endpoints: &mut [&mut dyn Transport], peer: PeerId) {
-    drive(endpoints, |e| (*e == Event::Connected { peer }).then_some(()));
-}
-
-pub(crate) fn end_of(endpoints: &mut [&mut dyn Transport], op: OpId) -> Outcome {
-    drive(endpoints, |e| match e {
-        Event::Completed { op: id, outcome, .. } if *id == op => Some(outcome.clone()),
-        _ => None,
-    })
 }
 
 /// The harness of this backend.

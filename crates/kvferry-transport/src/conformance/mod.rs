@@ -19,6 +19,7 @@ use crate::transport::Transport;
 
 pub mod bytes;
 pub mod death;
+pub mod drive;
 mod life;
 mod moves;
 mod pair;

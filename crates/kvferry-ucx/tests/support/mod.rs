@@ -1,9 +1,8 @@
 //! What the tests share: endpoints driven to an event, and batches of scattered blocks.
-#![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
+#![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::panic, reason = "tests; each binary uses its part")]
 
-use std::time::{Duration, Instant};
-
-use kvferry_transport::{Event, LaneKind, OpId, Outcome, PeerId, Transport};
+pub(crate) use kvferry_transport::conformance::drive::{connected, drive, end_of};
+use kvferry_transport::{LaneKind, Transport};
 use kvferry_ucx::{Rail, UcxConfig, UcxTransport};
 
 /// `rails` rails over these transports.
@@ -15,36 +14,6 @@ pub(crate) fn over(transports: &[&str], rails: usize) -> UcxConfig {
 
 pub(crate) fn endpoint(rails: usize) -> UcxTransport {
     UcxTransport::new(UcxConfig::with_rails(rails)).unwrap()
-}
-
-/// Steps the first endpoint, and the others beside it, until it says something that `wanted` accepts.
-pub(crate) fn drive<R>(endpoints: &mut [&mut dyn Transport], mut wanted: impl FnMut(&Event) -> Option<R>) -> R {
-    let start = Instant::now();
-    let mut heard = Vec::new();
-    loop {
-        for endpoint in endpoints.iter_mut() {
-            endpoint.step(start.elapsed());
-        }
-        for event in std::iter::from_fn(|| endpoints[0].next_event()) {
-            if let Some(got) = wanted(&event) {
-                return got;
-            }
-            heard.push(event);
-        }
-        assert!(start.elapsed() < Duration::from_secs(30), "not heard in time; heard {heard:?}");
-        endpoints[0].wait(Some(Duration::from_millis(1)));
-    }
-}
-
-pub(crate) fn connected(endpoints: &mut [&mut dyn Transport], peer: PeerId) {
-    drive(endpoints, |e| (*e == Event::Connected { peer }).then_some(()));
-}
-
-pub(crate) fn end_of(endpoints: &mut [&mut dyn Transport], op: OpId) -> Outcome {
-    drive(endpoints, |e| match e {
-        Event::Completed { op: id, outcome, .. } if *id == op => Some(outcome.clone()),
-        _ => None,
-    })
 }
 
 /// The lane between two endpoints of this process.
