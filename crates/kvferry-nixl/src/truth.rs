@@ -160,6 +160,8 @@ struct UcxLane {
     device: String,
     /// It carries reads and writes of remote memory.
     remote_memory: bool,
+    /// It carries messages.
+    messages: bool,
 }
 
 impl UcxLane {
@@ -170,63 +172,49 @@ impl UcxLane {
         let mut words = rest.split_whitespace();
         let (_, name) = words.next()?.split_once(':')?;
         let (transport, device) = name.split_once('/')?;
-        let remote_memory = words.any(|word| word.starts_with("rma_bw#") || word.starts_with("rma#"));
+        let uses: Vec<&str> = words.collect();
+        let remote_memory = uses.iter().any(|word| word.starts_with("rma_bw#") || word.starts_with("rma#"));
+        let messages = uses.iter().any(|word| *word == "am" || word.starts_with("am_bw#"));
         let device = device.rsplit_once('.').map_or(device, |(device, _)| device);
-        Some(Self { transport: transport.to_owned(), device: device.to_owned(), remote_memory })
+        Some(Self { transport: transport.to_owned(), device: device.to_owned(), remote_memory, messages })
     }
 }
 
-/// The lane that UCX's lanes make.
+/// The lane that UCX's lanes make: of a kind only where all that carry bytes are.
 fn read(plugin: &str, lanes: &[UcxLane]) -> Lane {
-    // Without one for remote memory, UCX does it by messages, over any of them.
+    // Without one for remote memory, UCX does it by messages.
     let by_messages = !lanes.iter().any(|l| l.remote_memory);
-    let carriers: Vec<&UcxLane> = lanes.iter().filter(|l| by_messages || l.remote_memory).collect();
-    let Some(kind) = carriers.iter().filter_map(|l| rank(&l.transport)).min().map(|(_, kind)| kind) else {
-        let why = "its interface doesn't tell which transport carries the bytes";
-        return unknown(format!("NIXL, plugin {plugin}; {why}; preflight measures what it does"));
-    };
+    let carriers: Vec<&UcxLane> =
+        lanes.iter().filter(|l| if by_messages { l.messages } else { l.remote_memory }).collect();
     let mut transports: Vec<String> = Vec::new();
-    for lane in &carriers {
-        if rank(&lane.transport).is_some_and(|(_, k)| k.0 == kind.0) && !transports.contains(&lane.transport) {
+    for lane in carriers {
+        if !transports.contains(&lane.transport) {
             transports.push(lane.transport.clone());
         }
     }
-    let all: Vec<String> = lanes.iter().map(|l| format!("{}/{}", l.transport, l.device)).collect();
-    let alone = !by_messages && kind.0 != LaneKind::Stream;
-    let how = if alone { "one-sided" } else { "the peer's thread takes part" };
-    let detail = format!("NIXL, plugin {plugin}; UCX's lanes to the peer: {}; {how}", all.join(" "));
-    Lane { kind: kind.0, transports, detail, measured: None }
-}
-
-/// A kind that sorts by nothing, next to the number that does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Kind(LaneKind);
-
-impl PartialOrd for Kind {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Kind {
-    fn cmp(&self, _other: &Self) -> std::cmp::Ordering {
-        std::cmp::Ordering::Equal
-    }
-}
-
-/// The kind of one of UCX's transports, and its place among those that UCX uses together, the fastest first.
-fn rank(transport: &str) -> Option<(u8, Kind)> {
-    let (rank, kind) = match transport {
-        "self" => (0, LaneKind::InProcess),
-        "cuda_ipc" | "rocm_ipc" | "ze_ipc" => (1, LaneKind::DeviceDirect),
-        "xpmem" => (2, LaneKind::SharedMemory),
-        "cma" | "knem" => (3, LaneKind::CrossProcess),
-        t if ["rc", "dc", "ud", "srd", "gga", "gdr"].iter().any(|p| t.starts_with(p)) => (4, LaneKind::Rdma),
-        "posix" | "sysv" => (5, LaneKind::SharedMemory),
-        "tcp" => (6, LaneKind::Stream),
-        _ => return None,
+    let Some(first) = transports.first() else {
+        let why = "its interface doesn't tell which transport carries the bytes";
+        return unknown(format!("NIXL, plugin {plugin}; {why}; preflight measures what it does"));
     };
-    Some((rank, Kind(kind)))
+    let kind = kind(first, by_messages);
+    let mixed = transports.iter().any(|t| self::kind(t, by_messages) != kind);
+    let kind = if mixed { LaneKind::Unknown } else { kind };
+    let all: Vec<String> = lanes.iter().map(|l| format!("{}/{}", l.transport, l.device)).collect();
+    let how = match by_messages || kind == LaneKind::Stream {
+        true => "the peer's thread takes part",
+        false => "one-sided",
+    };
+    let mixed = if mixed { "; mixed" } else { "" };
+    let detail = format!("NIXL, plugin {plugin}; UCX's lanes to the peer: {}; {how}{mixed}", all.join(" "));
+    Lane { kind, transports, detail, measured: None }
+}
+
+/// The kind of one of UCX's transports. What carries messages alone reaches no memory by itself, whatever it could do otherwise.
+fn kind(transport: &str, by_messages: bool) -> LaneKind {
+    match LaneKind::of_transport(transport) {
+        Some(LaneKind::Rdma | LaneKind::CrossProcess | LaneKind::DeviceDirect) if by_messages => LaneKind::Unknown,
+        kind => kind.unwrap_or(LaneKind::Unknown),
+    }
 }
 
 #[cfg(test)]
@@ -251,6 +239,12 @@ mod tests {
             "# lane[1]:  5:rc_mlx5/mlx5_1:1.0 md[3]   -> md[3]/ib/sysdev[2]  rma_bw#1",
         ]);
         assert_eq!((rails.kind, rails.transports), (LaneKind::Rdma, vec!["rc_mlx5".to_owned()]));
+        let both = of(&[
+            "# lane[0]:  3:rc_mlx5/mlx5_0:1.0 md[2]   -> md[2]/ib/sysdev[1]  rma_bw#0 am",
+            "# lane[1]:  2:tcp/eth0.0 md[1]           -> md[1]/tcp/sysdev[0]  rma_bw#1",
+        ]);
+        assert_eq!((both.kind, both.transports.len()), (LaneKind::Unknown, 2));
+        assert!(both.detail.ends_with("mixed"), "{}", both.detail);
     }
 
     #[test]
@@ -258,6 +252,8 @@ mod tests {
         let tcp = of(&["# lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255]  am am_bw#0"]);
         assert_eq!((tcp.kind, tcp.transports), (LaneKind::Stream, vec!["tcp".to_owned()]));
         assert!(tcp.detail.contains("takes part"));
+        let rc = of(&["# lane[0]:  3:rc_verbs/mlx5_0:1.0 md[2] -> md[2]/ib/sysdev[1]  am am_bw#0"]);
+        assert_eq!((rc.kind, rc.transports), (LaneKind::Unknown, vec!["rc_verbs".to_owned()]));
         assert_eq!(of(&[]).kind, LaneKind::Unknown);
         assert_eq!(of(&["# lane[0]:  2:new_thing/x.0 md[1] -> am"]).kind, LaneKind::Unknown);
         assert_eq!(UcxLane::parse("# rma_bw: mds [1]"), None);

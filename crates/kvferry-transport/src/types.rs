@@ -294,7 +294,8 @@ impl LaneKind {
         }
     }
 
-    /// The kind that a library's own name of a transport stands for (`rc_mlx5`, `cuda_ipc`, `tcp`), where the name is known.
+    /// The kind that a library's own name of a transport stands for (`rc_mlx5`, `cuda_ipc`, `tcp`), where the name is known and the
+    /// transport reads and writes by itself. `ud` never does: its puts are packets whose receiver copies.
     #[must_use]
     pub fn of_transport(name: &str) -> Option<Self> {
         let family = name.split('_').next().unwrap_or(name);
@@ -304,7 +305,7 @@ impl LaneKind {
             "cma" | "knem" => Some(Self::CrossProcess),
             "tcp" => Some(Self::Stream),
             "cuda_ipc" | "rocm_ipc" | "ze_ipc" | "gdr_copy" | "rocm_gdr" => Some(Self::DeviceDirect),
-            _ if ["rc", "dc", "ud", "srd", "gga"].contains(&family) => Some(Self::Rdma),
+            _ if ["rc", "dc", "srd", "gga"].contains(&family) => Some(Self::Rdma),
             _ => None,
         }
     }

@@ -85,17 +85,9 @@ fn kind(lane: &RailLane) -> LaneKind {
     }
 }
 
-/// The kind of UCX's transport where it reads and writes by itself. `ud` never does: its puts are packets whose receiver copies.
+/// The kind of UCX's transport where it reads and writes by itself.
 fn kind_of(transport: &str) -> LaneKind {
-    match transport {
-        "self" => LaneKind::InProcess,
-        "posix" | "sysv" | "xpmem" => LaneKind::SharedMemory,
-        "cma" | "knem" => LaneKind::CrossProcess,
-        "tcp" => LaneKind::Stream,
-        "cuda_ipc" | "gdr_copy" | "rocm_ipc" | "rocm_gdr" | "ze_ipc" => LaneKind::DeviceDirect,
-        rdma if ["rc_", "dc_", "srd", "gga_"].iter().any(|prefix| rdma.starts_with(prefix)) => LaneKind::Rdma,
-        _ => LaneKind::Unknown,
-    }
+    LaneKind::of_transport(transport).unwrap_or(LaneKind::Unknown)
 }
 
 /// The lane of a connection that isn't up.
