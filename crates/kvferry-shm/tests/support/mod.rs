@@ -6,8 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_geometry::batch::{Base, Batch, BoundedBatch, Nest, PairRun, Part, Section};
-use kvferry_geometry::units::{Bytes, RegionId};
+use kvferry_geometry::batch::BoundedBatch;
 use kvferry_shm::{Config, ShmTransport};
 use kvferry_transport::conformance::Harness;
 pub(crate) use kvferry_transport::conformance::drive::{connected, drive, end_of};
@@ -78,20 +77,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 /// A batch that copies one region to another of the same length, block by block with the block order reversed.
 pub(crate) fn reversed(len: usize, block: usize) -> Arc<BoundedBatch> {
-    let blocks = u32::try_from(len / block).unwrap();
-    let base = Base { src_region: RegionId::new(0), dst_region: RegionId::new(0), src_offset: 0, dst_offset: 0 };
-    let part = Part {
-        src_add: 0,
-        dst_add: 0,
-        src_block_stride: block as u64,
-        dst_block_stride: block as u64,
-        src_step: 1,
-        dst_step: 1,
-        nest: Nest::run(block as u64),
-        pairs: (0..blocks).map(|i| PairRun { src: i, dst: blocks - 1 - i, count: 1 }).collect::<Vec<_>>().into(),
-    };
-    let lens = [Bytes::new(len as u64)];
-    Arc::new(Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]).check(&lens, &lens).unwrap())
+    kvferry_transport::conformance::bytes::reversed(len as u64, block as u64, 0, true).unwrap()
 }
 
 /// What `reversed` makes of bytes.

@@ -1,12 +1,10 @@
 //! Clauses on one large run, and on what comes and goes while bytes move.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use kvferry_geometry::batch::{Base, Batch, Nest, PairRun, Part, Section};
-use kvferry_geometry::units::{Bytes, RegionId};
+use kvferry_geometry::units::RegionId;
 
-use super::bytes::{check, fill};
+use super::bytes::{check, fill, reversed};
 use super::pair::Pair;
 use super::sample::{Memory, Rng, Sample, scattered};
 use super::{Harness, Verdict, ensure};
@@ -22,20 +20,8 @@ pub(super) fn large(h: &mut dyn Harness) -> Result<Verdict, String> {
     pair.near.register(ours.clone()).map_err(|e| e.to_string())?;
     pair.far.register(theirs.clone()).map_err(|e| e.to_string())?;
     let peer = pair.connect(h)?;
-    let base = Base { src_region: RegionId::ZERO, dst_region: RegionId::ZERO, src_offset: 0, dst_offset: 0 };
-    let part = Part {
-        src_add: 0,
-        dst_add: 0,
-        src_block_stride: bytes,
-        dst_block_stride: bytes,
-        src_step: 1,
-        dst_step: 1,
-        nest: Nest::run(bytes),
-        pairs: vec![PairRun { src: 0, dst: 0, count: 1 }].into(),
-    };
-    let batch = Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]);
-    let lens = [Bytes::new(bytes)];
-    let batch = Arc::new(batch.check(&lens, &lens).map_err(|e| e.to_string())?);
+    // One block, so one run.
+    let batch = reversed(bytes, bytes, 0, true).ok_or("a run of no bytes")?;
     for (kind, src, dst, seed) in [(OpKind::Read, &theirs, &ours, 3), (OpKind::Write, &ours, &theirs, 4)] {
         fill(src, 0, bytes, seed)?;
         let submission = Submission { peer, kind, batch: batch.clone(), notify: Some(b"all".to_vec()) };

@@ -188,7 +188,7 @@ impl Drop for RemoteKey {
 
 /// An endpoint that is being closed.
 ///
-/// UCX has a polite way of its own, which keeps the endpoint until the worker goes (1.22: "TODO negotiate disconnect"). So what
+/// UCX has a polite way of its own, which keeps the endpoint until the worker goes (1.22 negotiates no disconnect). So what
 /// was posted is flushed, and then the endpoint is discarded.
 pub(crate) struct Closing {
     endpoint: Option<Endpoint>,
