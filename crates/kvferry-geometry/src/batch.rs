@@ -43,9 +43,11 @@ use crate::units::{Bytes, RegionId};
 
 mod bounds;
 mod cursor;
+mod slices;
 
 pub use bounds::{BoundedBatch, BoundsError, Side};
 pub use cursor::Cursor;
+pub use slices::Slices;
 
 /// The most loops a nest can have: component, head, two token loops, entry.
 pub const MAX_DIMS: usize = 5;

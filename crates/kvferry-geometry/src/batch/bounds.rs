@@ -1,6 +1,6 @@
 //! The proof that a batch stays inside its regions, done once on the product form.
 
-use alloc::vec::Vec;
+use alloc::sync::Arc;
 use core::fmt;
 
 use super::{Base, Batch, Part};
@@ -77,8 +77,8 @@ pub enum BoundsError {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BoundedBatch {
     batch: Batch,
-    src: Vec<Bytes>,
-    dst: Vec<Bytes>,
+    src: Arc<[Bytes]>,
+    dst: Arc<[Bytes]>,
 }
 
 impl BoundedBatch {
@@ -105,7 +105,13 @@ impl BoundedBatch {
         if total > u128::from(u64::MAX) {
             return Err(BoundsError::TooLarge);
         }
-        Ok(Self { batch, src: src.to_vec(), dst: dst.to_vec() })
+        Ok(Self { batch, src: src.into(), dst: dst.into() })
+    }
+
+    /// A batch of places that this one lists, so that the proof holds for them as well: no region, block, step or run that is
+    /// not one of this batch's or a piece of one, and each at most as often.
+    pub(super) fn lesser(&self, batch: Batch) -> Self {
+        Self { batch, src: self.src.clone(), dst: self.dst.clone() }
     }
 
     /// The batch.
