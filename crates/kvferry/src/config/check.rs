@@ -1,0 +1,82 @@
+//! Values that can't be together.
+
+use std::time::Duration;
+
+use kvferry_geometry::units::Bytes;
+
+use super::{ConfigFault, EngineConfig, SecurityMode};
+
+/// Each with the key that is to be changed.
+pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault)> {
+    let mut faults = Vec::new();
+    let mut contradiction = |key, text: String| faults.push((key, ConfigFault::Contradiction(text)));
+    let nonzero = [
+        ("control.handshake_timeout", c.control.handshake_timeout),
+        ("control.idle", c.control.idle.unwrap_or(Duration::MAX)),
+        ("lease.ttl", c.lease.ttl.unwrap_or(Duration::MAX)),
+        ("lease.beat", c.lease.beat),
+        ("lease.extension", c.lease.extension),
+        ("retry.first", c.retry.first),
+        ("worker.connect_timeout", c.worker.connect_timeout),
+    ];
+    for (key, duration) in nonzero {
+        if duration.is_zero() {
+            contradiction(key, "is no time at all".into());
+        }
+    }
+    let sizes = [
+        ("worker.admission.slice", c.worker.admission.slice),
+        ("worker.admission.peer_bytes", c.worker.admission.peer_bytes),
+        ("worker.admission.bytes", c.worker.admission.bytes),
+    ];
+    for (key, size) in sizes {
+        if size == Bytes::ZERO {
+            contradiction(key, "is 0, so nothing could ever be read".into());
+        }
+    }
+    if let Some(listen) = &c.control.listen {
+        let open = c.security.mode == SecurityMode::Plaintext && !c.security.plaintext_beyond_loopback;
+        if open && !listen.is_local() {
+            contradiction(
+                "control.listen",
+                format!(
+                    "is {listen}, which other hosts can reach, but links are not protected: set security.mode to \"tls\" or \
+                     \"shared_key\", or security.plaintext_beyond_loopback where the network is trusted"
+                ),
+            );
+        }
+        if c.control.advertise.is_none() && !listen.is_local() && !listen.is_definite() {
+            contradiction(
+                "control.listen",
+                format!("is {listen}, which peers can't connect to: say with control.advertise where they shall"),
+            );
+        }
+    }
+    if let Some(advertise) = &c.control.advertise {
+        if !advertise.is_definite() {
+            contradiction("control.advertise", format!("is {advertise}, which peers can't connect to"));
+        }
+        if c.control.listen.is_none() {
+            contradiction("control.advertise", "is set, but control.listen isn't: nobody would answer there".into());
+        }
+    }
+    let lease = &c.lease;
+    if lease.extension <= lease.beat {
+        let (extension, beat) = (lease.extension, lease.beat);
+        contradiction(
+            "lease.extension",
+            format!("is {extension:?}, no more than the {beat:?} between two heartbeats: every lease would expire"),
+        );
+    }
+    if let Some(ttl) = lease.ttl
+        && ttl <= lease.margin
+    {
+        let margin = lease.margin;
+        contradiction("lease.margin", format!("is {margin:?}, but a lease lasts {ttl:?}: no read would ever start"));
+    }
+    if c.retry.most < c.retry.first {
+        let (first, most) = (c.retry.first, c.retry.most);
+        contradiction("retry.most", format!("is {most:?}, less than the {first:?} after which it is tried first"));
+    }
+    faults
+}
