@@ -1,0 +1,385 @@
+//! What an owner counts, told to whatever recorder the application has chosen through the `metrics` facade.
+//!
+//! The driver owns one [`OwnerMetrics`] and calls it once for each thing that happens. Everything with a name is made once: each peer
+//! gets its handles when it is first seen, and an event looks them up and adds. Labels are bounded: a peer is one of the first
+//! [`MAX_PEERS`] engines, or `other`; all other labels are words from fixed lists. Without a recorder the handles do nothing. Set
+//! the recorder before the owner starts: handles don't move from one to another.
+//!
+//! It reads no clock and decides nothing.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use kvferry_proto::lease::Closing;
+use kvferry_proto::names::EngineId;
+use kvferry_proto::rank::Stage;
+use kvferry_session::outcome::{Phase, Report};
+use kvferry_session::{Delivered, Failed, FailureCause};
+use metrics::{Counter, Gauge, Histogram, Label};
+
+mod names;
+#[cfg(test)]
+mod tests;
+mod transfers;
+
+pub use names::{METRICS, Metric, MetricKind};
+pub use transfers::Transfers;
+
+use names as n;
+
+/// Engines that are told apart; those after them are `other`.
+pub(crate) const MAX_PEERS: usize = 128;
+/// How often what the ranks have read is summed up.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The counts of one owner.
+pub(crate) struct OwnerMetrics {
+    engine: Label,
+    peers: HashMap<EngineId, PeerMetrics>,
+    other: Option<PeerMetrics>,
+    offers: [Counter; 2],
+    unbound: Words<Counter>,
+    ages: Words<Histogram>,
+    handshakes: Words<Counter>,
+    ranks_lost: Counter,
+    gauges: Gauges,
+    interval: Transfers,
+    next: Duration,
+}
+
+struct Gauges {
+    pending: Gauge,
+    offered: Gauge,
+    bound: Gauge,
+    quarantine: Gauge,
+    links: Gauge,
+    joined: Gauge,
+    missing: Gauge,
+}
+
+/// What an owner has of everything at a time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Standing {
+    pub(crate) pulls: usize,
+    pub(crate) offered: usize,
+    pub(crate) bound: usize,
+    pub(crate) quarantined: usize,
+    pub(crate) links: usize,
+    pub(crate) joined: usize,
+    pub(crate) missing: usize,
+}
+
+/// How a handshake ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Unmet {
+    /// It may be tried again.
+    Failed,
+    /// One of the two does not want the other.
+    Refused,
+}
+
+impl OwnerMetrics {
+    pub(crate) fn new(engine: &EngineId) -> Self {
+        METRICS.iter().for_each(Metric::describe);
+        let e = Label::new("engine", engine.as_str().to_owned());
+        let gauge = |metric: &Metric, state: Option<&'static str>| {
+            let state = state.map(|s| Label::new("state", s));
+            let labels: Vec<Label> = std::iter::once(e.clone()).chain(state).collect();
+            metrics::gauge!(metric.name, labels)
+        };
+        let offers =
+            ["accepted", "refused"].map(|outcome| counter(&n::OFFERS, vec![e.clone(), Label::new("outcome", outcome)]));
+        Self {
+            peers: HashMap::new(),
+            other: None,
+            offers,
+            unbound: Words::new(&n::LEASES_CLOSED, "how", vec![e.clone(), Label::new("peer", "none")]),
+            ages: Words::new(&n::LEASE_AGE, "how", vec![e.clone()]),
+            handshakes: Words::new(&n::HANDSHAKES, "outcome", vec![e.clone()]),
+            ranks_lost: counter(&n::RANKS_LOST, vec![e.clone()]),
+            gauges: Gauges {
+                pending: gauge(&n::PENDING, None),
+                offered: gauge(&n::LEASES, Some("offered")),
+                bound: gauge(&n::LEASES, Some("bound")),
+                quarantine: gauge(&n::QUARANTINE, None),
+                links: gauge(&n::LINKS, None),
+                joined: gauge(&n::RANKS, Some("joined")),
+                missing: gauge(&n::RANKS, Some("missing")),
+            },
+            interval: Transfers::default(),
+            next: INTERVAL,
+            engine: e,
+        }
+    }
+
+    /// A pull has ended.
+    pub(crate) fn pull_ended(&mut self, result: &Result<Delivered, Failed>) {
+        match result {
+            Ok(delivered) => self.ended(delivered.report(), None),
+            Err(failed) => self.ended(&failed.report, Some(&failed.cause)),
+        }
+    }
+
+    /// The engine has offered blocks.
+    pub(crate) fn offered(&mut self, accepted: bool) {
+        self.offers[usize::from(!accepted)].increment(1);
+    }
+
+    /// A lease is over.
+    pub(crate) fn lease_closed(&mut self, how: Closing, age: Duration, consumer: Option<&EngineId>) {
+        self.ages.of(how.name()).record(age);
+        match consumer {
+            Some(consumer) => self.peer(consumer).leases.of(how.name()).increment(1),
+            None => self.unbound.of(how.name()).increment(1),
+        }
+    }
+
+    /// A late release was answered *Stale*.
+    pub(crate) fn fence_rejected(&mut self, peer: &EngineId) {
+        self.peer(peer).fence_rejections.increment(1);
+    }
+
+    /// Two owners know each other.
+    pub(crate) fn link_up(&mut self, peer: &EngineId, took: Duration) {
+        self.handshakes.of("ok").increment(1);
+        self.peer(peer).handshake_time.record(took);
+    }
+
+    /// A link did not come up.
+    pub(crate) fn link_failed(&mut self, how: Unmet) {
+        let outcome = match how {
+            Unmet::Failed => "failed",
+            Unmet::Refused => "refused",
+        };
+        self.handshakes.of(outcome).increment(1);
+    }
+
+    /// A link that was up is gone.
+    pub(crate) fn link_down(&mut self, peer: &EngineId) {
+        self.peer(peer).links_lost.increment(1);
+    }
+
+    /// A heartbeat went out.
+    pub(crate) fn heartbeat_sent(&mut self, peer: &EngineId) {
+        self.peer(peer).heartbeats[0].increment(1);
+    }
+
+    /// A heartbeat came in.
+    pub(crate) fn heartbeat_received(&mut self, peer: &EngineId) {
+        self.peer(peer).heartbeats[1].increment(1);
+    }
+
+    /// A rank of the engine is gone.
+    pub(crate) fn rank_lost(&mut self) {
+        self.ranks_lost.increment(1);
+    }
+
+    /// What there is now; to be told about once a second.
+    pub(crate) fn standing(&mut self, now: Standing) {
+        #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
+        let set = |gauge: &Gauge, count: usize| gauge.set(count as f64);
+        let g = &self.gauges;
+        set(&g.pending, now.pulls);
+        set(&g.offered, now.offered);
+        set(&g.bound, now.bound);
+        set(&g.quarantine, now.quarantined);
+        set(&g.links, now.links);
+        set(&g.joined, now.joined);
+        set(&g.missing, now.missing);
+    }
+
+    /// Every ten seconds, what the ranks have read since; `None` if that is nothing, not even a failure.
+    pub(crate) fn interval(&mut self, now: Duration) -> Option<Transfers> {
+        if now < self.next {
+            return None;
+        }
+        self.next = now.saturating_add(INTERVAL);
+        Some(std::mem::take(&mut self.interval)).filter(|t| !t.is_empty())
+    }
+
+    fn ended(&mut self, report: &Report, cause: Option<&FailureCause>) {
+        self.interval.record_report(report);
+        let outcome = match cause {
+            None => Outcome::Delivered,
+            Some(FailureCause::Cancelled) => Outcome::Cancelled,
+            Some(_) => Outcome::Failed,
+        };
+        let peer = self.peer(&report.fence.engine);
+        peer.pulls[outcome as usize].increment(1);
+        peer.times[outcome as usize].record(report.took);
+        peer.attempts.increment(report.attempts.into());
+        for (histogram, phase) in peer.phases.iter().zip(Phase::ALL) {
+            let time = report.phases.of(phase);
+            if !time.is_zero() {
+                histogram.record(time);
+            }
+        }
+        let (mut before, mut after) = (0, 0);
+        for pair in &report.pairs {
+            before += pair.descriptors_before;
+            after += pair.descriptors_after;
+        }
+        peer.descriptors[0].increment(before);
+        peer.descriptors[1].increment(after);
+        let bytes = report.bytes().get();
+        peer.wire_bytes.increment(bytes);
+        peer.zeroed_bytes.increment(report.zeroed.get());
+        peer.compared_bytes.increment(report.compared.get());
+        if !report.pairs.is_empty() {
+            peer.queue_time.record(report.phases.queued());
+        }
+        match cause {
+            None => {
+                peer.ideal_bytes.increment(bytes);
+                #[expect(clippy::cast_precision_loss, reason = "it goes into buckets")]
+                peer.bytes.record(bytes as f64);
+            }
+            Some(cause) => {
+                peer.failures.of(cause.kind()).increment(1);
+                for (_, fault) in &report.faults {
+                    peer.faults.of(stage(fault.stage)).increment(1);
+                }
+            }
+        }
+    }
+
+    fn peer(&mut self, peer: &EngineId) -> &mut PeerMetrics {
+        // Twice looked up on the usual way, because a borrow that is returned can't be given up again.
+        if self.peers.contains_key(peer) || self.peers.len() < MAX_PEERS {
+            let engine = &self.engine;
+            return self.peers.entry(peer.clone()).or_insert_with(|| PeerMetrics::new(engine, peer.as_str()));
+        }
+        let engine = &self.engine;
+        self.other.get_or_insert_with(|| PeerMetrics::new(engine, "other"))
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Outcome {
+    Delivered,
+    Failed,
+    Cancelled,
+}
+
+const OUTCOMES: [&str; 3] = ["delivered", "failed", "cancelled"];
+
+/// The handles of one peer.
+struct PeerMetrics {
+    pulls: [Counter; 3],
+    times: [Histogram; 3],
+    phases: [Histogram; 5],
+    failures: Words<Counter>,
+    faults: Words<Counter>,
+    leases: Words<Counter>,
+    attempts: Counter,
+    queue_time: Histogram,
+    bytes: Histogram,
+    wire_bytes: Counter,
+    ideal_bytes: Counter,
+    zeroed_bytes: Counter,
+    compared_bytes: Counter,
+    descriptors: [Counter; 2],
+    fence_rejections: Counter,
+    handshake_time: Histogram,
+    links_lost: Counter,
+    heartbeats: [Counter; 2],
+}
+
+impl PeerMetrics {
+    fn new(engine: &Label, peer: &str) -> Self {
+        let labels = || vec![engine.clone(), Label::new("peer", peer.to_owned())];
+        let with = |key: &'static str, value: &'static str| {
+            let mut labels = labels();
+            labels.push(Label::new(key, value));
+            labels
+        };
+        let one = |metric: &Metric| counter(metric, labels());
+        let some = |metric: &Metric| histogram(metric, labels());
+        Self {
+            pulls: OUTCOMES.map(|o| counter(&n::PULLS, with("outcome", o))),
+            times: OUTCOMES.map(|o| histogram(&n::PULL_TIME, with("outcome", o))),
+            phases: Phase::ALL.map(|phase| histogram(&n::PHASE_TIME, with("phase", phase.name()))),
+            failures: Words::new(&n::PULL_FAILURES, "kind", labels()),
+            faults: Words::new(&n::RANK_FAULTS, "stage", labels()),
+            leases: Words::new(&n::LEASES_CLOSED, "how", labels()),
+            attempts: one(&n::PULL_ATTEMPTS),
+            queue_time: some(&n::QUEUE_TIME),
+            bytes: some(&n::PULL_BYTES),
+            wire_bytes: one(&n::WIRE_BYTES),
+            ideal_bytes: one(&n::IDEAL_BYTES),
+            zeroed_bytes: one(&n::ZEROED_BYTES),
+            compared_bytes: one(&n::COMPARED_BYTES),
+            descriptors: ["before", "after"].map(|m| counter(&n::DESCRIPTORS, with("merged", m))),
+            fence_rejections: one(&n::FENCE_REJECTIONS),
+            handshake_time: some(&n::HANDSHAKE_TIME),
+            links_lost: one(&n::LINKS_LOST),
+            heartbeats: ["sent", "received"].map(|d| counter(&n::HEARTBEATS, with("direction", d))),
+        }
+    }
+}
+
+/// The handles of one metric for the words of one label, made as they come: few of the words ever do.
+struct Words<H> {
+    metric: Metric,
+    key: &'static str,
+    labels: Vec<Label>,
+    handles: Vec<(&'static str, H)>,
+}
+
+trait Handle {
+    fn register(metric: &Metric, labels: Vec<Label>) -> Self;
+}
+
+impl Handle for Counter {
+    fn register(metric: &Metric, labels: Vec<Label>) -> Self {
+        counter(metric, labels)
+    }
+}
+
+impl Handle for Histogram {
+    fn register(metric: &Metric, labels: Vec<Label>) -> Self {
+        histogram(metric, labels)
+    }
+}
+
+impl<H: Handle> Words<H> {
+    fn new(metric: &Metric, key: &'static str, labels: Vec<Label>) -> Self {
+        Self { metric: *metric, key, labels, handles: Vec::new() }
+    }
+
+    fn of(&mut self, word: &'static str) -> &H {
+        let at = match self.handles.iter().position(|(w, _)| *w == word) {
+            Some(at) => at,
+            None => {
+                let mut labels = self.labels.clone();
+                labels.push(Label::new(self.key, word));
+                self.handles.push((word, H::register(&self.metric, labels)));
+                self.handles.len() - 1
+            }
+        };
+        &self.handles[at].1
+    }
+}
+
+/// A word for what a rank was doing.
+const fn stage(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Plan => "plan",
+        Stage::Connect => "connect",
+        Stage::Submit => "submit",
+        Stage::Read => "read",
+        Stage::Permute => "permute",
+        Stage::Zero => "zero",
+        Stage::Compare => "compare",
+        Stage::Cancelled => "cancelled",
+        _ => "other",
+    }
+}
+
+fn counter(metric: &Metric, labels: Vec<Label>) -> Counter {
+    metrics::counter!(metric.name, labels)
+}
+
+fn histogram(metric: &Metric, labels: Vec<Label>) -> Histogram {
+    metrics::histogram!(metric.name, labels)
+}
