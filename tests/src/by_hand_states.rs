@@ -470,5 +470,5 @@ pub fn has_read(pair: &Pair, dst: u32) -> RankReport {
         took: Duration::ZERO,
     };
     let sources = pair.sources(dst).into_iter().map(source).collect();
-    RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, took: Duration::ZERO }
+    RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO }
 }

@@ -72,6 +72,11 @@ pub struct PullOrder {
     pub request: Request,
     /// How sure the owner wants to be.
     pub assurance: Assurance,
+    /// Whose reads are posted first: those of a higher one, always. 0 is the lowest.
+    pub priority: u8,
+    /// How long the owner waits for it, from when the order was sent; `None`: as long as it takes. Of a consumer's requests to one
+    /// engine, the one whose time ends first is posted first, most of the time; and one of which nothing is posted by then fails.
+    pub deadline: Option<Duration>,
 }
 
 /// Digest what a peer's rank reads from this rank.
@@ -178,6 +183,10 @@ pub struct RankReport {
     pub zeroed: Bytes,
     /// Bytes compared by digest on both sides.
     pub compared: Bytes,
+    /// From the order until its first slice was posted; zero where nothing was to be read.
+    pub queued: Duration,
+    /// In how many slices the sources were read, all together.
+    pub slices: u32,
     /// From the order to the end.
     pub took: Duration,
 }

@@ -318,7 +318,7 @@ mod tests {
             took: Duration::ZERO,
         };
         let sources = sources.iter().map(source).collect();
-        Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, took: Duration::ZERO })
+        Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO })
     }
 
     fn fault() -> RankResult {

@@ -12,7 +12,7 @@
 //! | [`bind`] | the proof that a batch stays inside what is registered |
 //! | [`runs`] | digests of a batch's bytes in the order of its runs |
 //! | [`locate`] | which item and block a destination byte belongs to |
-//! | [`rank`] | one rank: pulls, lanes, staging, digests |
+//! | [`rank`] | one rank: pulls, whose read is posted next, lanes, staging, digests |
 //! | [`staging`] | who may use a rank's staging memory, and in which order |
 //! | [`owner`] | one engine: ranks, links, leases, requests, and which blocks are lent to whom |
 //! | [`assurance`], [`outcome`] | how sure the consumer is; the one way to say "delivered" |
@@ -42,5 +42,7 @@ pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};
 pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Report};
 pub use owner::{Holder, Overlap, OwnerConfig, OwnerSession};
-pub use rank::{LaneReport, LaneStanding, RankSession, StagingConfig, StagingRefused, Way};
+pub use rank::{
+    Admission, AdmissionRefused, LaneReport, LaneStanding, RankSession, StagingConfig, StagingRefused, Way,
+};
 pub use staging::StagingPool;

@@ -4,6 +4,9 @@
 //! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
 //! to other ranks are connected when first needed and kept until the owner forgets the engine.
 //!
+//! What is read is cut into slices, which are posted by priority, deadline and equal shares of the engines, with no more in flight
+//! than an [`Admission`] lets. A slice that fails fails its request: nothing more of it is posted.
+//!
 //! Reads may be staged, here or at their source: then the session's driver also does the local permutations that
 //! [`RankSession::next_work`] gives, on whatever thread it likes, and says [`RankSession::work_done`].
 //!
@@ -11,7 +14,7 @@
 //! comparisons are done a slice at a time, for each engine that waits in turn; planning, zeroing a request's tail and connecting
 //! a lane are not cut.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,29 +27,32 @@ use kvferry_geometry::zero::ZeroPlan;
 use kvferry_proto::manifest::{EngineManifest, RankJoin};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::{DigestOrder, FromRank, Pairing, PullId, PullOrder, RankFault, Stage, ToRank};
-use kvferry_transport::{
-    Event, OpId, OpKind, Outcome, PeerId, PeerInfo, Region, Submission, SubmitError, TransferError, Transport,
-};
+use kvferry_transport::{Event, OpId, Outcome, PeerId, PeerInfo, Region, TransferError, Transport};
 
 use crate::bind::bind_read;
 use crate::cache::LocalCache;
 use crate::pairing::Acquaintance;
 use crate::runs::RunDigester;
 
+mod admission;
 mod compare;
 mod endpoint;
 mod gather;
 mod lanes;
 mod pull;
+mod queue;
+mod reading;
 mod stage;
 mod staged;
 #[cfg(test)]
 mod tests;
 
-use endpoint::Endpoint;
+use admission::Queue;
+pub use admission::{Admission, AdmissionRefused};
+use endpoint::{Endpoint, Flight};
 use lanes::{Gate, Lanes};
 pub use lanes::{LaneReport, LaneStanding};
-use pull::{Next, Pull, Source, SourceState};
+use pull::{Next, Pull, Source, Terms};
 pub use stage::{LocalWork, StagingConfig, StagingRefused, Way, WorkId};
 use staged::Staging;
 
@@ -101,6 +107,10 @@ pub struct RankSession {
     standing: Standing,
     peers: BTreeMap<Digest, Known>,
     pulls: BTreeMap<PullId, Pull>,
+    /// Slices that wait to be posted.
+    queue: Queue,
+    /// Requests of which nothing was posted yet, by when they are late.
+    unposted: BTreeSet<(Duration, PullId)>,
     /// Digest orders by the engine that waits for them; each engine in turn gets a slice.
     jobs: VecDeque<(Digest, VecDeque<Job>)>,
     zeros: Option<ZeroPlan>,
@@ -128,6 +138,8 @@ impl RankSession {
             standing: Standing::Joining,
             peers: BTreeMap::new(),
             pulls: BTreeMap::new(),
+            queue: Queue::new(Admission::default()),
+            unposted: BTreeSet::new(),
             jobs: VecDeque::new(),
             zeros: None,
             staging: Staging::default(),
@@ -147,11 +159,14 @@ impl RankSession {
         self.now = now;
         self.on_message(message);
         self.serve_granted();
+        self.expire();
+        self.pump();
     }
 
     fn on_message(&mut self, message: ToRank) {
         match message {
             ToRank::Welcome(engine) => {
+                self.forget_own(&engine);
                 self.standing = match ZeroPlan::new(engine.cache(), self.who.rank) {
                     Ok(zeros) => {
                         self.zeros = Some(zeros);
@@ -209,17 +224,20 @@ impl RankSession {
             }
         }
         self.probe();
-        self.post_queued();
+        self.enqueue_admitted();
         self.serve_granted();
+        self.expire();
+        self.pump();
         let slice = self.slice();
         self.digest_slice(slice);
         self.compare_slice(slice);
         self.serve_granted();
+        self.pump();
         let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
         if busy || self.end.is_called() {
             return Some(now);
         }
-        [deadline, self.lanes.deadline()].into_iter().flatten().min()
+        [deadline, self.lanes.deadline(), self.late_at()].into_iter().flatten().min()
     }
 
     /// The next message for the owner.
@@ -244,7 +262,9 @@ impl RankSession {
     }
 
     fn on_completed(&mut self, op: OpId, peer: PeerId, outcome: &Outcome) {
-        let Some((id, src)) = self.end.ops.remove(&op) else { return };
+        let Some(Flight { pull: id, src, engine, bytes }) = self.end.ops.remove(&op) else { return };
+        self.queue.ended(&engine, bytes);
+        self.end.full = false;
         if let Some(pull) = self.pulls.get_mut(&id) {
             let said = match outcome {
                 Outcome::Done(_) => self.end.transport.peer(peer).map_or(String::new(), |info| lanes::text(&info.lane)),
@@ -252,26 +272,12 @@ impl RankSession {
                 Outcome::Failed(e @ TransferError::Disconnected) => self.lanes.lost(peer).unwrap_or(e.to_string()),
                 Outcome::Failed(e) | Outcome::InDoubt(e) => e.to_string(),
             };
-            let next = pull.on_completed(src, outcome, said, self.now);
+            let next = pull.on_completed((src, op), outcome, said, self.now);
             self.go_on(id, next);
         }
         if let Outcome::Failed(error @ TransferError::Stale { .. }) = outcome {
             // So is all that goes over this lane, for it goes by the blob that it was made by.
             self.leave_lane(peer, error.to_string());
-        }
-        self.end.room = true;
-    }
-
-    /// Posts what waits for a place in the transport's queue, if one has become free.
-    fn post_queued(&mut self) {
-        if !std::mem::take(&mut self.end.room) {
-            return;
-        }
-        let queued: Vec<PullId> = self.pulls.iter().filter(|(_, p)| p.has_queued()).map(|(id, _)| *id).collect();
-        for id in queued {
-            if !self.post(id) {
-                break;
-            }
         }
     }
 
@@ -281,7 +287,8 @@ impl RankSession {
                 self.pulls.insert(order.pull, pull);
                 self.acquire(order.pull);
                 self.ask_to_gather(order.pull);
-                self.post(order.pull);
+                self.enqueue(order.pull);
+                self.note_late(order.pull);
             }
             Err(fault) => self.out.push_back(FromRank::Pulled { pull: order.pull, result: Err(fault) }),
         }
@@ -334,49 +341,13 @@ impl RankSession {
             };
             sources.insert(src, source);
         }
-        Ok(Pull::new(order.assurance, request, order.request.dst.clone(), self.now, sources))
-    }
-
-    /// Submits what is queued of a pull, as far as the transport takes it; false if its queue is full.
-    fn post(&mut self, id: PullId) -> bool {
-        let Some(pull) = self.pulls.get_mut(&id) else { return true };
-        let (mut failed, mut room) = (None, true);
-        for (&src, source) in &mut pull.sources {
-            let SourceState::Queued(lane, batch) = &source.state else { continue };
-            let (lane, batch) = (*lane, batch.clone());
-            match self.lanes.gate(lane) {
-                Gate::Open => {}
-                Gate::Wait => continue,
-                Gate::Refused(why) => {
-                    let text = format!("source rank {src}: {why}");
-                    failed = Some(RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() });
-                    break;
-                }
-            }
-            match self.end.submit(Submission { peer: lane, kind: OpKind::Read, batch, notify: None }) {
-                Ok(op) => {
-                    self.end.ops.insert(op, (id, src));
-                    source.state = SourceState::Reading { op, since: self.now };
-                }
-                Err(SubmitError::QueueFull { .. }) if !self.end.ops.is_empty() || self.lanes.is_reading() => {
-                    room = false;
-                    break;
-                }
-                Err(error) => {
-                    let text = format!("source rank {src}: {error}");
-                    failed = Some(RankFault { stage: Stage::Submit, text, in_doubt: false, bad: Vec::new() });
-                    break;
-                }
-            }
-        }
-        match failed {
-            Some(fault) => self.fail(id, fault),
-            None => {
-                let next = pull.after_reads();
-                self.go_on(id, next);
-            }
-        }
-        room
+        let terms = Terms {
+            assurance: order.assurance,
+            engine: peer.engine().clone(),
+            priority: order.priority,
+            deadline: order.deadline.map(|left| self.now.saturating_add(left)),
+        };
+        Ok(Pull::new(terms, request, order.request.dst.clone(), self.now, sources))
     }
 
     /// The pull has failed: nothing more is posted, what is in flight is asked to stop.
@@ -395,6 +366,9 @@ impl RankSession {
                 self.segment_lost();
             }
         }
+        if self.pulls.get(&id).is_some_and(Pull::has_failed) {
+            self.dequeue(id);
+        }
         match next {
             Next::Wait => {}
             Next::Stop(ops) => {
@@ -410,6 +384,7 @@ impl RankSession {
                 }
             }
             Next::End(result) => {
+                self.dequeue(id);
                 self.pulls.remove(&id);
                 self.out.push_back(FromRank::Pulled { pull: id, result });
             }

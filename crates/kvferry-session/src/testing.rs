@@ -69,16 +69,18 @@ pub(crate) fn dst_groups() -> Vec<DstGroup> {
     vec![DstPaged { table: table(&[7, 2, 1]), cached: Tokens::ZERO }.into()]
 }
 
-/// A transport whose lanes come up late: nothing of `Connected` and `PeerLost` is told while `held` is set.
+/// A transport whose lanes come up late: nothing of `Connected` and `PeerLost` is told while `held` is set. While `deaf` is, it
+/// takes note of no cancel.
 pub(crate) struct Late<T> {
     pub(crate) inner: T,
     pub(crate) held: Arc<AtomicBool>,
+    pub(crate) deaf: Arc<AtomicBool>,
     kept: VecDeque<Event>,
 }
 
 impl<T> Late<T> {
     pub(crate) fn new(inner: T, held: Arc<AtomicBool>) -> Self {
-        Self { inner, held, kept: VecDeque::new() }
+        Self { inner, held, deaf: Arc::default(), kept: VecDeque::new() }
     }
 }
 
@@ -111,7 +113,7 @@ impl<T: Transport> Transport for Late<T> {
         self.inner.submit(submission)
     }
     fn cancel(&mut self, op: OpId) -> Result<(), UnknownOp> {
-        self.inner.cancel(op)
+        if self.deaf.load(Ordering::Relaxed) { Ok(()) } else { self.inner.cancel(op) }
     }
     fn revoke(&mut self, scope: RevokeScope) -> Result<(), RevokeError> {
         self.inner.revoke(scope)

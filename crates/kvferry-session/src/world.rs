@@ -25,6 +25,7 @@ use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
 use crate::{Delivered, Failed, LocalCache};
 
 mod gather;
+mod slices;
 mod tests;
 
 /// What an engine is.

@@ -335,6 +335,8 @@ pub(super) struct Pull {
     pub(super) pairing: Pairing,
     pub(super) request: Request,
     pub(super) assurance: Assurance,
+    pub(super) priority: u8,
+    pub(super) deadline_ns: Option<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -377,6 +379,8 @@ pub(super) struct RankReport {
     pub(super) sources: List<Source, MAX_RANKS>,
     pub(super) zeroed: u64,
     pub(super) compared: u64,
+    pub(super) queued_ns: u64,
+    pub(super) slices: u32,
     pub(super) took_ns: u64,
 }
 

@@ -185,7 +185,8 @@ fn to_rank_messages() -> Vec<ToRank> {
     ];
     all.extend(gatherings().map(|result| ToRank::GatherAnswer { pull: PullId(3), src: RankId::new(1), result }));
     all.extend([Assurance::Fenced, Assurance::Sampled, Assurance::Full].map(|assurance| {
-        ToRank::Pull(PullOrder { pull: PullId(4), pairing: pairing(), request: request(), assurance })
+        let (priority, deadline) = (100, Some(Duration::from_secs(3)));
+        ToRank::Pull(PullOrder { pull: PullId(4), pairing: pairing(), request: request(), assurance, priority, deadline })
     }));
     all
 }
@@ -219,6 +220,8 @@ fn from_rank_messages() -> Vec<FromRank> {
             .to_vec(),
         zeroed: Bytes::new(5),
         compared: Bytes::new(6),
+        queued: Duration::from_micros(9),
+        slices: 7,
         took: Duration::from_secs(1),
     };
     let mut all: Vec<FromRank> = ranks.into_iter().map(join).collect();

@@ -255,7 +255,7 @@ impl OwnerSession {
         self.pulls.put(id, State::Reading(reading));
         // All are ordered before one that isn't there makes the others stop.
         let order = |rank: &RankId| {
-            let order = PullOrder { pull: id, pairing, request: request.clone(), assurance };
+            let order = PullOrder { pull: id, pairing, request: request.clone(), assurance, priority: 100, deadline: None };
             !self.send_rank(*rank, ToRank::Pull(order), Some(&peer))
         };
         let absent: Vec<RankId> = named.into_iter().filter(order).collect();

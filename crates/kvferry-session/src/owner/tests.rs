@@ -233,7 +233,7 @@ fn report(sources: &[u32]) -> Result<RankReport, RankFault> {
         took: Duration::ZERO,
     };
     let sources = sources.iter().map(source).collect();
-    Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, took: Duration::ZERO })
+    Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO })
 }
 
 fn fault(stage: Stage, in_doubt: bool) -> RankFault {

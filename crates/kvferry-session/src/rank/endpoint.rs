@@ -3,23 +3,33 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_proto::names::EngineId;
 use kvferry_proto::rank::PullId;
 use kvferry_transport::{ConnectError, Event, OpId, PeerId, Submission, SubmitError, Transport};
 
+/// A slice in flight.
+pub(super) struct Flight {
+    pub(super) pull: PullId,
+    pub(super) src: RankId,
+    /// The source's engine.
+    pub(super) engine: EngineId,
+    pub(super) bytes: Bytes,
+}
+
 pub(super) struct Endpoint {
     pub(super) transport: Box<dyn Transport>,
-    /// Reads in flight: for which source of which request.
-    pub(super) ops: BTreeMap<OpId, (PullId, RankId)>,
-    /// Whether what waits may be posted now: a place in the transport's queue has become free, or a lane was admitted.
-    pub(super) room: bool,
+    /// Reads in flight.
+    pub(super) ops: BTreeMap<OpId, Flight>,
+    /// Whether the transport's queue was full, and nothing has ended since.
+    pub(super) full: bool,
     /// Whether it was called since its last step: what it was told it does in a step only.
     called: bool,
 }
 
 impl Endpoint {
     pub(super) fn new(transport: Box<dyn Transport>) -> Self {
-        Self { transport, ops: BTreeMap::new(), room: false, called: false }
+        Self { transport, ops: BTreeMap::new(), full: false, called: false }
     }
 
     pub(super) fn step(&mut self, now: Duration) -> Option<Duration> {

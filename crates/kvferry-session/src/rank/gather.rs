@@ -132,6 +132,6 @@ impl RankSession {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
         let next = pull.on_gathered(src, result, wire);
         self.go_on(id, next);
-        self.post(id);
+        self.enqueue(id);
     }
 }

@@ -95,6 +95,8 @@ pub(super) struct Lanes {
     probe: Option<Probing>,
     /// Reads of probes that have ended without them: until they end, another probe would share its scratch memory with them.
     left: BTreeSet<OpId>,
+    /// Whether a lane was admitted that requests may wait for.
+    pub(super) admitted: bool,
     revision: u64,
 }
 
@@ -310,7 +312,7 @@ impl RankSession {
             known.lanes.retain(|_, lane| *lane != peer);
         }
         self.lanes.end_probe(peer);
-        // Those in flight end by themselves; those that weren't posted never would.
+        // Those in flight end by themselves; what wasn't posted never would.
         self.fail_unposted(peer, &why);
         self.lanes.set(peer, LaneStanding::Lost(why));
         self.end.disconnect(peer);
@@ -318,7 +320,7 @@ impl RankSession {
 
     fn admit_lane(&mut self, peer: PeerId) {
         self.lanes.set(peer, LaneStanding::Up);
-        self.end.room = true;
+        self.lanes.admitted = true;
     }
 
     fn refuse_lane(&mut self, peer: PeerId, why: String) {
@@ -333,6 +335,7 @@ impl RankSession {
             SourceState::Waiting(lane) | SourceState::Asking { lane, .. } | SourceState::Queued(lane, _) => {
                 *lane == peer
             }
+            SourceState::Reading(reading) => reading.next().is_some() && reading.lane() == peer,
             _ => false,
         };
         let pulls = self.pulls.iter();
@@ -348,7 +351,7 @@ impl RankSession {
     pub(super) fn probe_event(&mut self, event: &Event) -> bool {
         let left = matches!(event, Event::Completed { op, .. } if self.lanes.left.remove(op));
         let probes = left || self.lanes.probe.as_mut().is_some_and(|p| p.probe.on_event(event, self.now));
-        self.end.room |= probes;
+        self.end.full &= !probes;
         probes
     }
 

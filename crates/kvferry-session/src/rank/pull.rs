@@ -9,11 +9,14 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{BoundRequest, DstGroup};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
+use kvferry_proto::names::EngineId;
 use kvferry_proto::peer::{NotGathered, PieceDigest, Window};
 use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
 use kvferry_transport::{OpId, Outcome, PeerId, Region};
 
+use super::admission::Wanted;
 use super::compare::{Compare, Progress};
+use super::reading::Reading;
 use super::stage::Steps;
 use crate::staging::Segment;
 
@@ -40,10 +43,10 @@ pub(super) enum SourceState {
     Waiting(PeerId),
     /// Waiting until the source's rank has gathered, in its staging memory of this id.
     Asking { lane: PeerId, staging: RegionId },
-    /// Not posted yet: this batch will be.
+    /// Waiting for its lane: this batch will be read.
     Queued(PeerId, Arc<BoundedBatch>),
-    /// Posted.
-    Reading { op: OpId, since: Duration },
+    /// Being posted, slice by slice.
+    Reading(Box<Reading>),
     /// Staged, and being permuted into place.
     Permuting { since: Duration },
     /// In place.
@@ -59,7 +62,7 @@ pub(super) enum SourceState {
 impl SourceState {
     fn is_under_way(&self) -> bool {
         let not_posted = matches!(self, Self::Waiting(_) | Self::Asking { .. } | Self::Queued(..));
-        not_posted || matches!(self, Self::Reading { .. } | Self::Permuting { .. })
+        not_posted || matches!(self, Self::Reading(_) | Self::Permuting { .. })
     }
 }
 
@@ -107,6 +110,12 @@ impl Source {
         }
     }
 
+    /// Nothing of it is in flight any more: gives its segment and whether that may still be written.
+    fn end(&mut self, in_doubt: bool) -> (Option<Segment>, bool) {
+        self.state = SourceState::Ended;
+        (self.steps.as_mut().and_then(|s| s.segment.take()), in_doubt)
+    }
+
     fn is_permuted(&self) -> bool {
         self.steps.as_ref().is_some_and(|s| s.place == Place::Destination)
     }
@@ -118,13 +127,27 @@ impl Source {
     }
 }
 
+/// On what terms a request is read.
+#[derive(Clone, Debug)]
+pub(super) struct Terms {
+    pub(super) assurance: Assurance,
+    /// From whom.
+    pub(super) engine: EngineId,
+    pub(super) priority: u8,
+    /// When nobody waits for it any more.
+    pub(super) deadline: Option<Duration>,
+}
+
 #[derive(Debug)]
 pub(super) struct Pull {
-    assurance: Assurance,
+    terms: Terms,
     pub(super) request: BoundRequest,
     /// The request's groups at the destination.
     written: Vec<DstGroup>,
     started: Duration,
+    /// When the first slice was posted, and how many were.
+    posted: Option<Duration>,
+    slices: u32,
     pub(super) sources: BTreeMap<RankId, Source>,
     fault: Option<RankFault>,
     zeroed: Bytes,
@@ -139,17 +162,19 @@ pub(super) struct Pull {
 
 impl Pull {
     pub(super) fn new(
-        assurance: Assurance,
+        terms: Terms,
         request: BoundRequest,
         written: Vec<DstGroup>,
         started: Duration,
         sources: BTreeMap<RankId, Source>,
     ) -> Self {
         Self {
-            assurance,
+            terms,
             request,
             written,
             started,
+            posted: None,
+            slices: 0,
             sources,
             fault: None,
             zeroed: Bytes::ZERO,
@@ -160,9 +185,63 @@ impl Pull {
         }
     }
 
-    /// Whether a source waits for a place in the transport's queue.
+    /// Whether a source waits for its lane.
     pub(super) fn has_queued(&self) -> bool {
         self.fault.is_none() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(..)))
+    }
+
+    /// When nobody waits for it any more.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        self.terms.deadline
+    }
+
+    /// The same, if nothing of it was posted and something will be: then it is late.
+    pub(super) fn late_at(&self) -> Option<Duration> {
+        let waits = self.posted.is_none() && self.sources.values().any(|s| s.state.is_under_way());
+        self.terms.deadline.filter(|_| waits)
+    }
+
+    /// Whether it has failed, and only waits for what is in flight.
+    pub(super) fn has_failed(&self) -> bool {
+        self.fault.is_some()
+    }
+
+    /// How long nothing of it was posted.
+    pub(super) fn waited(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.started)
+    }
+
+    /// From whom it reads.
+    pub(super) fn engine(&self) -> &EngineId {
+        &self.terms.engine
+    }
+
+    /// A source's lane is open: its batch is read in slices of so many bytes. Gives what is wanted of the line.
+    pub(super) fn read(&mut self, src: RankId, slice: Bytes) -> Option<Wanted> {
+        let source = self.sources.get_mut(&src)?;
+        let SourceState::Queued(lane, batch) = &source.state else { return None };
+        let reading = Reading::new(*lane, batch, slice);
+        let next = reading.next_bytes();
+        source.state = SourceState::Reading(Box::new(reading));
+        let Terms { engine, priority, deadline, .. } = &self.terms;
+        Some(Wanted { peer: engine.clone(), priority: *priority, deadline: *deadline, next: next? })
+    }
+
+    /// The slice of a source that is to be posted next, and over which lane.
+    pub(super) fn next_slice(&self, src: RankId) -> Option<(PeerId, Arc<BoundedBatch>)> {
+        match &self.sources.get(&src)?.state {
+            SourceState::Reading(reading) => Some((reading.lane(), reading.next()?.clone())),
+            _ => None,
+        }
+    }
+
+    /// That slice was posted; gives the bytes of the one after it.
+    pub(super) fn on_posted(&mut self, src: RankId, op: OpId, now: Duration) -> Option<Bytes> {
+        let SourceState::Reading(reading) = &mut self.sources.get_mut(&src)?.state else { return None };
+        reading.posted(op, now);
+        self.posted.get_or_insert(now);
+        self.slices = self.slices.saturating_add(1);
+        reading.next_bytes()
     }
 
     /// Whether bytes are to be digested here.
@@ -170,36 +249,48 @@ impl Pull {
         self.sources.values().any(|s| matches!(&s.state, SourceState::Comparing { compare, .. } if compare.has_work()))
     }
 
-    /// An operation has ended; in words, over which lane, or why it failed.
-    pub(super) fn on_completed(&mut self, src: RankId, outcome: &Outcome, said: String, now: Duration) -> Next {
+    /// A slice has ended; in words, over which lane, or why it failed.
+    pub(super) fn on_completed(
+        &mut self,
+        (src, op): (RankId, OpId),
+        outcome: &Outcome,
+        said: String,
+        now: Duration,
+    ) -> Next {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
-        let SourceState::Reading { since, .. } = source.state else { return Next::Wait };
-        let segment = |source: &mut Source| source.steps.as_mut().and_then(|s| s.segment.take());
+        let SourceState::Reading(reading) = &mut source.state else { return Next::Wait };
+        reading.on_completed(op, outcome);
         let in_doubt = match outcome {
-            Outcome::Done(stats) => {
-                // Neighbours may also merge across the rows of the product form; who has moved them knows.
-                source.after = source.after.min(stats.descriptors.max(1));
+            Outcome::Done(_) => {
                 source.carried = said;
-                if source.is_permuted() && self.fault.is_none() {
-                    source.state = SourceState::Permuting { since };
-                    return Next::Permute(src);
-                }
-                source.state = SourceState::Read { took: now.saturating_sub(since) };
-                self.freed.extend(segment(source));
-                return self.after_reads();
+                return self.after_slice(src, now);
             }
             Outcome::Failed(_) => false,
             Outcome::InDoubt(_) => true,
         };
-        source.state = SourceState::Ended;
-        let lent = segment(source);
-        if in_doubt {
-            self.lost |= lent.is_some();
-        } else {
-            self.freed.extend(lent);
-        }
         let text = format!("source rank {src}: {said}");
         self.fail(RankFault { stage: Stage::Read, text, in_doubt, bad: Vec::new() })
+    }
+
+    /// A slice of a source is done: so is the source, if it was the last.
+    fn after_slice(&mut self, src: RankId, now: Duration) -> Next {
+        if self.fault.is_some() {
+            return self.stop();
+        }
+        let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
+        let SourceState::Reading(reading) = &source.state else { return Next::Wait };
+        if !reading.is_over() {
+            return Next::Wait;
+        }
+        // Neighbours may also merge across the rows of the product form; who has moved them knows.
+        source.after = source.after.min(reading.descriptors().max(1));
+        let since = reading.since().unwrap_or(now);
+        if source.is_permuted() {
+            source.state = SourceState::Permuting { since };
+            return Next::Permute(src);
+        }
+        source.state = SourceState::Read { took: now.saturating_sub(since) };
+        self.after_reads()
     }
 
     /// A source gets the segment that it waits for; gives it back where it doesn't wait (any more).
@@ -288,12 +379,23 @@ impl Pull {
     }
 
     fn stop(&mut self) -> Next {
-        let (mut ops, mut permuting) = (Vec::new(), false);
+        let (mut ops, mut busy) = (Vec::new(), false);
         for (&src, source) in &mut self.sources {
-            match source.state {
-                SourceState::Reading { op, .. } => ops.push(op),
+            match &mut source.state {
+                SourceState::Reading(reading) => {
+                    ops.append(&mut reading.stop());
+                    if !reading.is_over() {
+                        busy = true;
+                        continue;
+                    }
+                    let in_doubt = reading.is_in_doubt();
+                    match source.end(in_doubt) {
+                        (lent, true) => self.lost |= lent.is_some(),
+                        (lent, false) => self.freed.extend(lent),
+                    }
+                }
                 // Somebody writes our blocks; it won't be long.
-                SourceState::Permuting { .. } => permuting = true,
+                SourceState::Permuting { .. } => busy = true,
                 SourceState::Waiting(_) => {
                     source.state = SourceState::Ended;
                     self.given_up.push(src);
@@ -309,7 +411,7 @@ impl Pull {
         if !ops.is_empty() {
             return Next::Stop(ops);
         }
-        if permuting {
+        if busy {
             return Next::Wait;
         }
         match self.fault.take() {
@@ -321,7 +423,7 @@ impl Pull {
     /// All is read and zeroed: compares, or ends.
     pub(super) fn compare(&mut self, zeroed: Bytes, now: Duration) -> Next {
         self.zeroed = zeroed;
-        if self.assurance != Assurance::Full {
+        if self.terms.assurance != Assurance::Full {
             return self.end_if_done(now);
         }
         let mut questions = Vec::new();
@@ -425,8 +527,14 @@ impl Pull {
             }
         });
         let sources = sources.collect();
-        let took = now.saturating_sub(self.started);
-        Next::End(Ok(RankReport { sources, zeroed: self.zeroed, compared: Bytes::new(compared), took }))
+        Next::End(Ok(RankReport {
+            sources,
+            zeroed: self.zeroed,
+            compared: Bytes::new(compared),
+            queued: self.posted.map_or(Duration::ZERO, |posted| posted.saturating_sub(self.started)),
+            slices: self.slices,
+            took: now.saturating_sub(self.started),
+        }))
     }
 }
 

@@ -398,6 +398,7 @@ fn bind(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
     use std::time::Duration;
 
     use kvferry_geometry::batch::{Nest, PairRun, Part};
@@ -497,6 +498,38 @@ mod tests {
         let granted = stager.release(read_first);
         assert_eq!(granted.iter().map(|g| g.waiter).collect::<Vec<_>>(), [Waiter::Read(PullId(2), RankId::new(0))]);
         assert_eq!(stager.lent(), pages(2));
+    }
+
+    /// FR-13: what can never fit is not staged, so that nothing waits for it; of twenty that share the pool, as many as fit have a
+    /// segment, and the others have theirs as those are given back.
+    #[test]
+    fn fr_13_what_cannot_fit_is_not_waited_for() {
+        for way in [Way::Auto, Way::Destination] {
+            let (_, stager) = stager(StagingConfig { way, ..StagingConfig::default() }, CostModel::default());
+            let lane = Lane { kind: LaneKind::Unknown, transports: Vec::new(), detail: String::new(), measured: None };
+            let chosen = |pages: u32| stager.choose(&batch(pages), (RegionId::new(1), Bytes::ZERO), &lane);
+            assert!(chosen(5).is_none());
+            assert_eq!(chosen(4).is_some(), way == Way::Destination);
+        }
+        let (_, mut stager) = stager(StagingConfig::default(), CostModel::default());
+        let mut held = VecDeque::new();
+        for id in 0..20 {
+            match read(&mut stager, id, 1) {
+                Got::Segment(segment) => held.push_back((id, segment)),
+                got => assert!(matches!(got, Got::InLine) && id >= 4, "{id}"),
+            }
+        }
+        assert_eq!(held.len(), 4);
+        let mut served = Vec::new();
+        while let Some((id, segment)) = held.pop_front() {
+            served.push(id);
+            for Grant { waiter, segment } in stager.release(segment) {
+                let Waiter::Read(PullId(id), _) = waiter else { panic!("{waiter:?}") };
+                held.push_back((id, segment));
+            }
+        }
+        assert_eq!(served, (0..20).collect::<Vec<_>>());
+        assert_eq!(stager.lent(), Bytes::ZERO);
     }
 
     /// What is gathered is what the peer computes too, and lies in the cache.

@@ -122,7 +122,7 @@ impl RankSession {
             match next {
                 Ok(next) => {
                     self.go_on(id, next);
-                    self.post(id);
+                    self.enqueue(id);
                 }
                 // It has failed since.
                 Err(segment) => self.free(vec![segment], id, Vec::new()),
@@ -156,7 +156,7 @@ impl RankSession {
             }
         }
         for id in direct {
-            self.post(id);
+            self.enqueue(id);
         }
     }
 

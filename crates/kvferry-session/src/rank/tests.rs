@@ -29,6 +29,8 @@ struct World {
     ended: Vec<Result<RankReport, RankFault>>,
     /// Whether the decode rank hears nothing of lanes.
     held: Arc<AtomicBool>,
+    /// Whether what the decode rank has in flight takes note of no cancel.
+    deaf: Arc<AtomicBool>,
     network: MemNetwork,
 }
 
@@ -63,7 +65,9 @@ impl World {
         }
         let held = Arc::new(AtomicBool::new(false));
         let faulty = Faulty::new(network.endpoint().unwrap(), script);
-        let (d, contact) = session("d", 0, 1, Box::new(Late::new(faulty, held.clone())));
+        let late = Late::new(faulty, held.clone());
+        let deaf = late.deaf.clone();
+        let (d, contact) = session("d", 0, 1, Box::new(late));
         let mut d = d.with_lanes(policy).unwrap();
         let engine = |id: &str, tp, contacts| {
             let cache = (*manifest(tp)).clone();
@@ -92,7 +96,7 @@ impl World {
             peer_map: map,
         };
         let consumer = Pairing { peer: de.digest(), ..pairing };
-        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new(), held, network }
+        Self { p, d, pairing, consumer, now: Duration::ZERO, ended: Vec::new(), held, deaf, network }
     }
 
     fn request() -> Request {
@@ -100,7 +104,14 @@ impl World {
     }
 
     fn order(&self, pull: u64, assurance: Assurance) -> PullOrder {
-        PullOrder { pull: PullId(pull), pairing: self.pairing, request: Self::request(), assurance }
+        PullOrder {
+            pull: PullId(pull),
+            pairing: self.pairing,
+            request: Self::request(),
+            assurance,
+            priority: 100,
+            deadline: None,
+        }
     }
 
     fn pull(&mut self, assurance: Assurance) {
@@ -406,3 +417,4 @@ fn digest_orders_end_when_they_are_cancelled() {
 }
 
 mod lanes;
+mod slices;

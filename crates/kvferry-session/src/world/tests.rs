@@ -98,7 +98,7 @@ pub(super) fn hybrid(tp: u32, pp: usize, style: LayoutStyle) -> Shape {
 }
 
 /// TP 4, PP 2 with memory of its own for each item.
-fn prefill() -> Shape {
+pub(super) fn prefill() -> Shape {
     hybrid(4, 2, LayoutStyle::HND)
 }
 
@@ -299,7 +299,7 @@ fn striping_is_agreed_on() {
     }
 }
 
-fn staged(bytes: usize, way: Way) -> Shape {
+pub(super) fn staged(bytes: usize, way: Way) -> Shape {
     Shape { staging: Some((bytes, StagingConfig { way, ..StagingConfig::default() })), ..decode() }
 }
 

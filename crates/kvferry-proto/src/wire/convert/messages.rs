@@ -350,7 +350,14 @@ impl TryFrom<dto::Pull> for PullOrder {
             dto::Assurance::Sampled => Assurance::Sampled,
             dto::Assurance::Full => Assurance::Full,
         };
-        Ok(Self { pull: PullId(d.pull), pairing: pairing(&d.pairing), request: d.request.try_into()?, assurance })
+        Ok(Self {
+            pull: PullId(d.pull),
+            pairing: pairing(&d.pairing),
+            request: d.request.try_into()?,
+            assurance,
+            priority: d.priority,
+            deadline: d.deadline_ns.map(Duration::from_nanos),
+        })
     }
 }
 
@@ -361,7 +368,14 @@ impl From<&PullOrder> for dto::Pull {
             Assurance::Sampled => dto::Assurance::Sampled,
             Assurance::Full => dto::Assurance::Full,
         };
-        Self { pull: m.pull.0, pairing: write_pairing(&m.pairing), request: (&m.request).into(), assurance }
+        Self {
+            pull: m.pull.0,
+            pairing: write_pairing(&m.pairing),
+            request: (&m.request).into(),
+            assurance,
+            priority: m.priority,
+            deadline_ns: m.deadline.map(nanos),
+        }
     }
 }
 
@@ -435,6 +449,8 @@ impl TryFrom<dto::Pulled> for FromRank {
                 sources: r.sources.into_iter().map(source).collect::<Converted<_>>()?,
                 zeroed: Bytes::new(r.zeroed),
                 compared: Bytes::new(r.compared),
+                queued: Duration::from_nanos(r.queued_ns),
+                slices: r.slices,
                 took: Duration::from_nanos(r.took_ns),
             }),
             Err(f) => Err(fault(f)?),
@@ -481,6 +497,8 @@ impl From<&RankReport> for dto::RankReport {
             sources: r.sources.iter().map(source).collect(),
             zeroed: r.zeroed.get(),
             compared: r.compared.get(),
+            queued_ns: nanos(r.queued),
+            slices: r.slices,
             took_ns: nanos(r.took),
         }
     }
