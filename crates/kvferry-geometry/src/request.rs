@@ -29,7 +29,7 @@ pub enum Tail {
 }
 
 /// One paged group of the source.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct SrcPaged {
     /// Its blocks. A ring lists all blocks of the ring, from position 0.
     pub table: BlockTable,
@@ -49,14 +49,14 @@ pub struct Checkpoint {
 }
 
 /// One group of states of the source.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct SrcState {
     /// The states that it holds, in any order.
     pub checkpoints: Vec<Checkpoint>,
 }
 
 /// One group of the source.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum SrcGroup {
     /// Of paged items.
     Paged(SrcPaged),

@@ -1,13 +1,19 @@
 //! How two owners meet: each sends one hello, each judges the other's.
 //!
 //! ```text
-//!   opened --[send Hello]--> Greeting --Hello ok--> Established
-//!                               |  \----Hello bad-> Refusal (sent to the peer; the link is closed)
-//!                               \---Refused-------> RefusedByPeer
+//!   opened --[send Hello or Again]--> Greeting --Hello, or Again of a known manifest--> Established
+//!                                      |  |  \--Again of an unknown one--> Lacking --Manifest--> Established
+//!                                      |  \-----a bad one-----> Refusal (sent to the peer; the link is closed)
+//!                                      \--------Refused-------> (over)
 //! ```
 //!
-//! The exchange is symmetric: who connected, and who will read from whom, makes no difference. What is compared: the
-//! versions (there must be a common one), the engine ids (the one expected; not our own), the model identity, and whether
+//! The exchange is symmetric but for its order: who has connected speaks first. Who will read from whom makes no difference. A
+//! [`Hello`] has the whole manifest; engines that have met before, in version 3, say [`Again`] instead: the digest of their
+//! own manifest, and of the one they know of the other. So first contact is one exchange, and a later one is one exchange
+//! without manifests, unless one side has forgotten or changed meanwhile.
+//!
+//! What is compared: the
+//! versions (there must be a common one), the engine ids (the one expected, one allowed, not our own), the model identity, and whether
 //! maps of peers stripe (both sides compute one map, so both must). What the two engines' caches look like is not a matter of
 //! the handshake: [`Compatible`](kvferry_geometry::compat::Compatible) compares it for each direction that is really used, on
 //! each side with its own [`CompatOptions`](kvferry_geometry::compat::CompatOptions). Those may differ: they say only what a
@@ -27,6 +33,9 @@ use crate::names::{EngineId, ModelIdentity};
 /// |---|---|
 /// | 1 | paged items, one retention for a group; never released, and not spoken any more |
 /// | 2 | states, compressed entries, scales, rings; striping in the hello |
+/// | 3 | `Again`, manifests by digest; leases with an end, heartbeats, notices of closed leases, further attempts; `Busy` |
+///
+/// Neighbours one version apart understand each other: what a peer of version 2 doesn't know is not sent to it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Versions {
     /// The oldest.
@@ -37,7 +46,9 @@ pub struct Versions {
 
 impl Versions {
     /// What this crate speaks.
-    pub const OURS: Self = Self { min: 2, max: 2 };
+    pub const OURS: Self = Self { min: 2, max: 3 };
+    /// The version that knows `Again`, heartbeats and notices of closed leases.
+    pub const LEASES: u16 = 3;
 
     /// The newest version of both.
     #[must_use]
@@ -106,6 +117,56 @@ pub struct Hello {
     pub manifest: Arc<EngineManifest>,
 }
 
+/// What one owner tells another first if they have met before.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Again {
+    /// Versions it speaks.
+    pub versions: Versions,
+    /// What it can do.
+    pub abilities: Abilities,
+    /// What its cache's bytes mean.
+    pub identity: ModelIdentity,
+    /// Whether its maps of peers stripe over replicas.
+    pub stripe: bool,
+    /// Its engine.
+    pub engine: EngineId,
+    /// The digest of its manifest.
+    pub digest: Digest,
+    /// The digest of the manifest that it knows of the other. If that is not the present one, the other says a whole hello.
+    pub yours: Digest,
+}
+
+/// Which engines may be met: ids, or beginnings of ids followed by `*`.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Allowed(Vec<Box<str>>);
+
+impl Allowed {
+    /// From a list of ids and beginnings; an empty list allows none.
+    #[must_use]
+    pub fn new<S: AsRef<str>>(patterns: impl IntoIterator<Item = S>) -> Self {
+        Self(patterns.into_iter().map(|p| p.as_ref().into()).collect())
+    }
+
+    /// Whether an engine is among them.
+    #[must_use]
+    pub fn has(&self, engine: &EngineId) -> bool {
+        let is = |pattern: &str| match pattern.strip_suffix('*') {
+            Some(beginning) => engine.as_str().starts_with(beginning),
+            None => engine.as_str() == pattern,
+        };
+        self.0.iter().any(|p| is(p))
+    }
+}
+
+/// Who may be at the other end of a link.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Expected {
+    /// The engine that must answer, where we know.
+    pub engine: Option<EngineId>,
+    /// The engines for which the link's credentials stand; `None` where it has none.
+    pub proven: Option<Arc<Allowed>>,
+}
+
 /// What an owner is, for all its handshakes.
 #[derive(Clone, Debug)]
 pub struct LocalSide {
@@ -115,6 +176,8 @@ pub struct LocalSide {
     pub check: IdentityCheck,
     /// Whether its maps of peers stripe over replicas.
     pub stripe: bool,
+    /// Which engines it meets; `None`: any.
+    pub allowed: Option<Arc<Allowed>>,
     /// Its manifest.
     pub manifest: Arc<EngineManifest>,
 }
@@ -145,6 +208,20 @@ pub enum HelloMismatch {
     )]
     OwnEngine {
         /// The id.
+        got: EngineId,
+    },
+    /// The list of allowed peers doesn't have it.
+    #[error("engine id: {got} is not on the list of allowed peers; add it, or connect to another engine")]
+    NotAllowed {
+        /// Who answered.
+        got: EngineId,
+    },
+    /// Its credentials are another engine's.
+    #[error(
+        "engine id: the peer says {got}, but its credentials do not stand for that engine; give each engine its own"
+    )]
+    NotProven {
+        /// Who it says it is.
         got: EngineId,
     },
     /// The caches' bytes don't mean the same.
@@ -205,7 +282,16 @@ impl std::error::Error for Refusal {}
 #[derive(Clone, Debug)]
 pub struct Greeting {
     local: Arc<LocalSide>,
-    expected: Option<EngineId>,
+    expected: Expected,
+}
+
+/// The peer's hello is in order, but its manifest is awaited: we have asked for it.
+#[derive(Clone, Debug)]
+pub struct Lacking {
+    version: u16,
+    abilities: Abilities,
+    engine: EngineId,
+    digest: Digest,
 }
 
 /// Both hellos are in order.
@@ -219,10 +305,27 @@ pub struct Established {
     pub peer: Arc<EngineManifest>,
 }
 
+/// What an [`Again`] led to.
+#[derive(Clone, Debug)]
+pub enum Met {
+    /// Its manifest is known.
+    Established(Established),
+    /// It is not: ask for it.
+    Lacking(Lacking),
+}
+
+/// What both kinds of hello say.
+struct Claim<'a> {
+    versions: Versions,
+    engine: &'a EngineId,
+    identity: &'a ModelIdentity,
+    stripe: bool,
+}
+
 impl Greeting {
-    /// Begins: gives the hello to send. `expected` is the engine that must answer, where we know.
+    /// Begins: gives the hello to send.
     #[must_use]
-    pub fn start(local: Arc<LocalSide>, expected: Option<EngineId>) -> (Self, Hello) {
+    pub fn start(local: Arc<LocalSide>, expected: Expected) -> (Self, Hello) {
         let hello = Hello {
             versions: Versions::OURS,
             abilities: Abilities::OURS,
@@ -234,43 +337,110 @@ impl Greeting {
         (Self { local, expected }, hello)
     }
 
+    /// Begins with a peer that has met us before, and of which we know the manifest with this digest.
+    #[must_use]
+    pub fn again(local: Arc<LocalSide>, expected: Expected, yours: Digest) -> (Self, Again) {
+        let again = Again {
+            versions: Versions::OURS,
+            abilities: Abilities::OURS,
+            identity: local.identity.clone(),
+            stripe: local.stripe,
+            engine: local.manifest.engine().clone(),
+            digest: local.manifest.digest(),
+            yours,
+        };
+        (Self { local, expected }, again)
+    }
+
     /// Judges the peer's hello.
     ///
     /// # Errors
     /// Every mismatch; send it to the peer and close the link.
     pub fn on_hello(self, hello: &Hello) -> Result<Established, Refusal> {
-        let mut found = Vec::new();
-        let (ours, theirs) = (Versions::OURS, hello.versions);
-        let version = ours.common(theirs);
-        if version.is_none() {
-            found.push(HelloMismatch::Version { ours, theirs });
-        }
-        let got = hello.manifest.engine();
-        if got == self.local.manifest.engine() {
-            found.push(HelloMismatch::OwnEngine { got: got.clone() });
-        }
-        if let Some(expected) = self.expected.filter(|e| e != got) {
-            found.push(HelloMismatch::WrongEngine { expected, got: got.clone() });
-        }
-        if self.local.check == IdentityCheck::Required && self.local.identity != hello.identity {
-            let (ours, theirs) = (self.local.identity.clone(), hello.identity.clone());
-            found.push(HelloMismatch::Identity { ours, theirs });
-        }
-        if self.local.stripe != hello.stripe {
-            found.push(HelloMismatch::Stripe { ours: self.local.stripe, theirs: hello.stripe });
-        }
+        let (version, mut found) = self.judge(&Claim {
+            versions: hello.versions,
+            engine: hello.manifest.engine(),
+            identity: &hello.identity,
+            stripe: hello.stripe,
+        });
         let computed = hello.manifest.digest();
         if computed != hello.digest {
             found.push(HelloMismatch::Digest { claimed: hello.digest, computed });
         }
+        let abilities = Abilities::OURS.common(hello.abilities);
         match version {
-            Some(version) if found.is_empty() => Ok(Established {
-                version,
-                abilities: Abilities::OURS.common(hello.abilities),
-                peer: hello.manifest.clone(),
-            }),
+            Some(version) if found.is_empty() => Ok(Established { version, abilities, peer: hello.manifest.clone() }),
             _ => Err(Refusal(found)),
         }
+    }
+
+    /// Judges the hello of a peer that has met us before. `known` is its manifest, if we (still) have it: the one with the digest
+    /// that it says.
+    ///
+    /// # Errors
+    /// Every mismatch; send it to the peer and close the link.
+    pub fn on_again(self, again: &Again, known: Option<Arc<EngineManifest>>) -> Result<Met, Refusal> {
+        let (version, found) = self.judge(&Claim {
+            versions: again.versions,
+            engine: &again.engine,
+            identity: &again.identity,
+            stripe: again.stripe,
+        });
+        let abilities = Abilities::OURS.common(again.abilities);
+        match version {
+            Some(version) if found.is_empty() => {
+                let (engine, digest) = (again.engine.clone(), again.digest);
+                Ok(match known.filter(|k| k.digest() == digest && *k.engine() == engine) {
+                    Some(peer) => Met::Established(Established { version, abilities, peer }),
+                    None => Met::Lacking(Lacking { version, abilities, engine, digest }),
+                })
+            }
+            _ => Err(Refusal(found)),
+        }
+    }
+
+    fn judge(&self, claim: &Claim<'_>) -> (Option<u16>, Vec<HelloMismatch>) {
+        let mut found = Vec::new();
+        let (local, got) = (&self.local, claim.engine);
+        let (ours, theirs) = (Versions::OURS, claim.versions);
+        let version = ours.common(theirs);
+        if version.is_none() {
+            found.push(HelloMismatch::Version { ours, theirs });
+        }
+        if got == local.manifest.engine() {
+            found.push(HelloMismatch::OwnEngine { got: got.clone() });
+        }
+        if let Some(expected) = self.expected.engine.as_ref().filter(|e| *e != got) {
+            found.push(HelloMismatch::WrongEngine { expected: expected.clone(), got: got.clone() });
+        }
+        if local.allowed.as_ref().is_some_and(|a| !a.has(got)) {
+            found.push(HelloMismatch::NotAllowed { got: got.clone() });
+        }
+        if self.expected.proven.as_ref().is_some_and(|a| !a.has(got)) {
+            found.push(HelloMismatch::NotProven { got: got.clone() });
+        }
+        if local.check == IdentityCheck::Required && local.identity != *claim.identity {
+            let (ours, theirs) = (local.identity.clone(), claim.identity.clone());
+            found.push(HelloMismatch::Identity { ours, theirs });
+        }
+        if local.stripe != claim.stripe {
+            found.push(HelloMismatch::Stripe { ours: local.stripe, theirs: claim.stripe });
+        }
+        (version, found)
+    }
+}
+
+impl Lacking {
+    /// Takes the manifest.
+    ///
+    /// # Errors
+    /// If it is not the one that the peer has named.
+    pub fn on_manifest(self, peer: Arc<EngineManifest>) -> Result<Established, Refusal> {
+        let (claimed, computed) = (self.digest, peer.digest());
+        if computed != claimed || *peer.engine() != self.engine {
+            return Err(Refusal(vec![HelloMismatch::Digest { claimed, computed }]));
+        }
+        Ok(Established { version: self.version, abilities: self.abilities, peer })
     }
 }
 
@@ -296,27 +466,36 @@ mod tests {
 
     fn local(id: &str, identity: &str, check: IdentityCheck) -> Arc<LocalSide> {
         let identity = ModelIdentity::new(identity).unwrap();
-        Arc::new(LocalSide { identity, check, stripe: false, manifest: crate::testing::engine_of(id, 1) })
+        Arc::new(LocalSide {
+            identity,
+            check,
+            stripe: false,
+            allowed: None,
+            manifest: crate::testing::engine_of(id, 1),
+        })
+    }
+
+    fn expecting(engine: Option<&str>) -> Expected {
+        Expected { engine: engine.map(|id| EngineId::new(id).unwrap()), proven: None }
     }
 
     fn greet(ours: &Arc<LocalSide>, expected: Option<&str>, hello: &Hello) -> Result<Established, Refusal> {
-        let expected = expected.map(|id| EngineId::new(id).unwrap());
-        Greeting::start(ours.clone(), expected).0.on_hello(hello)
+        Greeting::start(ours.clone(), expecting(expected)).0.on_hello(hello)
     }
 
     /// The one state, with every kind of hello; the exchange is symmetric.
     #[test]
     fn greeting_by_event() {
         let (p, d) = (local("p", "m", IdentityCheck::Required), local("d", "m", IdentityCheck::Required));
-        let hello_of = |side: &Arc<LocalSide>| Greeting::start(side.clone(), None).1;
+        let hello_of = |side: &Arc<LocalSide>| Greeting::start(side.clone(), Expected::default()).1;
         for (ours, theirs) in [(&p, &d), (&d, &p)] {
             let met = greet(ours, Some(theirs.manifest.engine().as_str()), &hello_of(theirs)).unwrap();
-            assert_eq!((met.version, met.abilities, &met.peer), (2, Abilities::OURS, &theirs.manifest));
+            assert_eq!((met.version, met.abilities, &met.peer), (3, Abilities::OURS, &theirs.manifest));
             assert!(greet(ours, None, &hello_of(theirs)).is_ok(), "whoever connects to us is whom we expect");
         }
         let good = hello_of(&d);
         let refusals = |expected, hello: &Hello| greet(&p, expected, hello).unwrap_err().0;
-        let theirs = Versions { min: 3, max: 4 };
+        let theirs = Versions { min: 4, max: 5 };
         let of_version = Hello { versions: theirs, ..good.clone() };
         assert_eq!(refusals(None, &of_version), [HelloMismatch::Version { ours: Versions::OURS, theirs }]);
         let got = EngineId::new("d").unwrap();
@@ -339,5 +518,54 @@ mod tests {
         // The identity's check can be switched off, on this side only.
         let careless = local("p", "m", IdentityCheck::Off);
         assert!(greet(&careless, Some("d"), &identity).is_ok());
+    }
+
+    /// The state with every kind of `Again`, and the one that follows where a manifest lacks.
+    #[test]
+    fn greeting_again_by_event() {
+        let (p, d) = (local("p", "m", IdentityCheck::Required), local("d", "m", IdentityCheck::Required));
+        let known = d.manifest.clone();
+        let again = Greeting::again(d.clone(), expecting(Some("p")), p.manifest.digest()).1;
+        assert_eq!((again.digest, again.yours), (known.digest(), p.manifest.digest()));
+        let on = |again: &Again, known| Greeting::start(p.clone(), Expected::default()).0.on_again(again, known);
+        let Ok(Met::Established(met)) = on(&again, Some(known.clone())) else { panic!("it is known") };
+        assert_eq!((met.version, &met.peer), (3, &known));
+        // Unknown, or another life of it is known: it is asked for, and must be the one that was named.
+        for known in [None, Some(crate::testing::engine_of("d", 2)), Some(crate::testing::engine_of("e", 1))] {
+            let Ok(Met::Lacking(lacking)) = on(&again, known) else { panic!("it is not known") };
+            let other = lacking.clone().on_manifest(crate::testing::engine_of("d", 2)).unwrap_err();
+            assert!(matches!(other.0[..], [HelloMismatch::Digest { .. }]));
+            assert_eq!(lacking.on_manifest(d.manifest.clone()).unwrap().peer, d.manifest);
+        }
+        let bad = Again {
+            versions: Versions { min: 4, max: 4 },
+            identity: ModelIdentity::new("n").unwrap(),
+            stripe: true,
+            engine: EngineId::new("p").unwrap(),
+            ..again
+        };
+        assert_eq!(on(&bad, None).unwrap_err().0.len(), 4);
+    }
+
+    /// Who is allowed, and for whom credentials stand.
+    #[test]
+    fn hs_01_only_allowed_and_proven_engines_are_met() {
+        let open = local("p", "m", IdentityCheck::Required);
+        let hello = Greeting::start(local("decode-7", "m", IdentityCheck::Required), Expected::default()).1;
+        for (list, ok) in
+            [(&["decode-7"][..], true), (&["x", "decode-*"], true), (&["*"], true), (&["decode-"], false), (&[], false)]
+        {
+            let allowed = Some(Arc::new(Allowed::new(list)));
+            let local = Arc::new(LocalSide { allowed: allowed.clone(), ..(*open).clone() });
+            let by_list = Greeting::start(local, Expected::default()).0.on_hello(&hello);
+            let expected = Expected { engine: None, proven: allowed };
+            let by_name = Greeting::start(open.clone(), expected).0.on_hello(&hello);
+            if ok {
+                assert!(by_list.is_ok() && by_name.is_ok(), "{list:?}");
+            } else {
+                assert!(matches!(by_list.unwrap_err().0[..], [HelloMismatch::NotAllowed { .. }]), "{list:?}");
+                assert!(matches!(by_name.unwrap_err().0[..], [HelloMismatch::NotProven { .. }]), "{list:?}");
+            }
+        }
     }
 }

@@ -151,6 +151,11 @@ impl Assembly {
         }
     }
 
+    /// What is joined from now on is another life of the engine.
+    pub fn renew(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+    }
+
     /// Adds a rank.
     ///
     /// # Errors

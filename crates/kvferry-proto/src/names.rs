@@ -94,6 +94,12 @@ impl ModelIdentity {
         Ok(Self(Arc::from(identity)))
     }
 
+    /// That of an engine which says nothing of it: equal to that of any other such engine.
+    #[must_use]
+    pub fn unspecified() -> Self {
+        Self(Arc::from("unspecified"))
+    }
+
     /// The identity as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
@@ -158,7 +164,21 @@ random_id!(
     LeaseId
 );
 
-/// Counts the attempts to read one lease. Only the first is made as yet.
+impl Epoch {
+    /// The epoch that follows this one where an owner lives on but its engine doesn't: a rank was lost, and came back with
+    /// other memory. Peers can't tell it from a random one.
+    #[must_use]
+    pub fn after(self) -> Self {
+        let mut h = Hasher::new();
+        h.update(b"kvferry next epoch 1");
+        h.update(&self.0.to_le_bytes());
+        let mut next = [0; 16];
+        next.copy_from_slice(&h.finalize().as_bytes()[..16]);
+        Self(u128::from_le_bytes(next))
+    }
+}
+
+/// Counts the attempts to read one lease.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Attempt(u32);
 
@@ -176,6 +196,15 @@ impl Attempt {
     #[must_use]
     pub const fn get(self) -> u32 {
         self.0
+    }
+
+    /// The one after it; `None` after the last that there can be.
+    #[must_use]
+    pub const fn next(self) -> Option<Self> {
+        match self.0.checked_add(1) {
+            Some(count) => Some(Self(count)),
+            None => None,
+        }
     }
 }
 
@@ -254,13 +283,14 @@ impl fmt::Debug for ContentKey {
 pub const SALTS: u64 = 64;
 
 /// The salt that rotates ties between replicas: of the consumer's engine and the lease, so that many small consumers
-/// don't all read from the same rank.
+/// don't all read from the same rank, and one further with every attempt, so that the next one reads from another replica
+/// where there is one.
 #[must_use]
-pub fn pairing_salt(consumer: &EngineId, lease: LeaseId) -> u64 {
+pub fn pairing_salt(consumer: &EngineId, lease: LeaseId, attempt: Attempt) -> u64 {
     let mut h = Hasher::new();
     h.update(consumer.as_str().as_bytes());
     h.update(&lease.get().to_le_bytes());
-    u64::from(h.finalize().as_bytes()[0]) % SALTS
+    (u64::from(h.finalize().as_bytes()[0]) + u64::from(attempt.get())) % SALTS
 }
 
 #[cfg(test)]
@@ -292,6 +322,17 @@ mod tests {
             assert!(keys[i + 1..].iter().all(|b| a != b));
         }
         assert_eq!(keys[0], ContentKey::of(&[1, 2], "", &[]));
+    }
+
+    #[test]
+    fn epochs_and_attempts_go_on() {
+        let (a, b) = (Epoch::new(7), Epoch::new(8));
+        assert!(a.after() != a && a.after() != b.after() && a.after().after() != a);
+        assert_eq!(Attempt::FIRST.next(), Some(Attempt::new(1)));
+        assert_eq!(Attempt::new(u32::MAX).next(), None);
+        let id = EngineId::new("d").unwrap();
+        let salt = |attempt| pairing_salt(&id, LeaseId::new(1), Attempt::new(attempt));
+        assert!((0..3).all(|n| salt(n + 1) == (salt(n) + 1) % SALTS) && salt(u32::MAX) < SALTS);
     }
 
     /// Full width: ids that share low or high bits stay apart, also when printed.

@@ -1,14 +1,17 @@
 //! The messages between the owners of two engines, after their hellos.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::units::{Bytes, RankId, Tokens};
 
-use crate::handshake::Hello;
-use crate::names::{ContentKey, Epoch, Fence};
+use crate::handshake::{Again, Hello};
+use crate::lease::Closing;
+use crate::manifest::EngineManifest;
+use crate::names::{Attempt, ContentKey, Epoch, Fence, LeaseId};
 
 /// The most blocks that one side of a request may list, over all its groups.
 pub const MAX_REQUEST_BLOCKS: u64 = 1 << 20;
@@ -21,6 +24,12 @@ pub const MAX_REQUEST_STATES: usize = 1 << 16;
 pub enum PeerMessage {
     /// The first, from both sides.
     Hello(Hello),
+    /// Instead of it, between engines that have met before: by digests, without manifests.
+    Again(Again),
+    /// I don't know your manifest (any more). At most once on a link, before the hello of who says it.
+    ManifestWanted,
+    /// The answer.
+    Manifest(Arc<EngineManifest>),
     /// Instead of going on: why not. The link is closed after it.
     Refused(Vec<String>),
     /// Consumer to producer: may I read this lease?
@@ -31,6 +40,12 @@ pub enum PeerMessage {
     Release(Release),
     /// The answer.
     ReleaseAnswer(ReleaseAnswer),
+    /// Consumer to producer: I still want these leases.
+    Heartbeat(Heartbeat),
+    /// The answer.
+    HeartbeatAnswer(HeartbeatAnswer),
+    /// Producer to consumer: a lease that you have bound is over, otherwise than by your release.
+    Closed(LeaseClosed),
     /// Consumer to producer: digest these of your bytes.
     RunDigest(RunDigest),
     /// The answer.
@@ -76,8 +91,49 @@ pub struct Grant {
     pub fence: Fence,
     /// The producer's blocks and held tokens, one entry for each of its groups.
     pub groups: Vec<SrcGroup>,
-    /// How long the lease lasts, counted from when this was sent; `None` for a lease without expiry.
+    /// How long the lease lasts, counted by the consumer from when it sent the bind; `None` for a lease without end.
     pub time_left: Option<Duration>,
+}
+
+/// The most leases of one heartbeat.
+pub const MAX_BEATS: usize = 1 << 12;
+
+/// I still want these leases. One for all leases of a peer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Heartbeat {
+    /// Counted by the consumer, on each link.
+    pub beat: u64,
+    /// The leases, with the attempts that read them; at most [`MAX_BEATS`].
+    pub leases: Vec<(LeaseId, Attempt)>,
+}
+
+/// What is left of a lease.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Left {
+    /// Nothing: it is over, or the asker doesn't read it.
+    Closed,
+    /// So long, counted by the consumer from when it asked.
+    For(Duration),
+    /// It has no end.
+    Always,
+}
+
+/// The answer to a heartbeat.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HeartbeatAnswer {
+    /// Which.
+    pub beat: u64,
+    /// What is left, lease by lease in the order of the heartbeat.
+    pub left: Vec<Left>,
+}
+
+/// A lease that was bound is over. Whatever is still read of it will not be told *Held*.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LeaseClosed {
+    /// The lease and the attempt that was bound.
+    pub fence: Fence,
+    /// How it ended.
+    pub how: Closing,
 }
 
 /// Why a lease may not be read.
@@ -93,8 +149,8 @@ pub enum BindRefusal {
         /// The present epoch.
         current: Epoch,
     },
-    /// Never offered, or closed: released, withdrawn, or its consumer was lost.
-    #[error("the lease is not open: it was released or withdrawn, or never offered")]
+    /// Never offered, or closed: released, withdrawn, expired, or its consumer was lost.
+    #[error("the lease is not open: it was released or withdrawn, has expired, or was never offered")]
     UnknownLease,
     /// Another request reads it, or has bound it before.
     #[error("the lease is bound already by another request")]
@@ -127,6 +183,10 @@ pub enum BindRefusal {
         /// What the producer knows.
         reason: String,
     },
+    /// The producer serves no more: too much is bound by this peer already, or it is being shut down. To neighbours of version 2
+    /// this is told as `Incompatible`.
+    #[error("the producer is busy: {0}")]
+    Busy(String),
 }
 
 /// How the consumer's reads ended.
@@ -134,7 +194,8 @@ pub enum BindRefusal {
 pub enum ReadsEnd {
     /// Every named source was read.
     Complete,
-    /// The consumer has given up; what its ranks read, or may still be reading, will not be used.
+    /// The consumer has given up; what its ranks read, or may still be reading, will not be used. Of a lease that nobody has
+    /// bound: nobody will.
     Abandoned,
 }
 

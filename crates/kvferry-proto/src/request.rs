@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   Wanted --ask--> Asking --Bound--> Granted --read--> Reading --last rank--> Ended --release--> Releasing --Held--> Held
-//!                     \--Refused--> (over)                                                           \---Stale--> (over)
+//!                     \--Refused--> (over)                          |                                \---Stale--> (over)
+//!      Wanted, of the next attempt <------------another replica-------/
 //! ```
 //!
 //! Each state is a struct that its transition consumes. Whose ranks read, and from whom, is a *named set* taken from the
@@ -25,20 +26,20 @@ use crate::rank::{RankFault, RankReport};
 pub type RankResult = Result<RankReport, RankFault>;
 
 /// A lease is to be read.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Wanted {
     fence: Fence,
     content_key: ContentKey,
 }
 
 /// The producer was asked.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Asking {
     fence: Fence,
 }
 
 /// The producer's blocks may be read.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Granted {
     fence: Fence,
     groups: Vec<SrcGroup>,
@@ -213,6 +214,12 @@ impl Ended {
         self.named.contains_key(&rank)
     }
 
+    /// Who was to read from whom: consumer rank, producer rank.
+    #[must_use]
+    pub fn sources(&self) -> BTreeSet<(RankId, RankId)> {
+        self.named.iter().flat_map(|(dst, sources)| sources.iter().map(|src| (*dst, *src))).collect()
+    }
+
     /// Whether every named consumer has read exactly its named sources.
     #[must_use]
     pub fn is_complete(&self) -> bool {
@@ -237,6 +244,14 @@ impl Ended {
             ReadsEnd::Complete => Ok((Releasing { ended: self }, release)),
             ReadsEnd::Abandoned => Err((self, release)),
         }
+    }
+
+    /// Tries again with the next attempt, which replaces this one at the producer in one step; `None` after the last that there
+    /// can be. Only when everything of this one has stopped.
+    #[must_use]
+    pub fn again(&self, content_key: ContentKey) -> Option<Wanted> {
+        let attempt = self.fence.attempt.next()?;
+        Some(Wanted { fence: Fence { attempt, ..self.fence.clone() }, content_key })
     }
 
     /// Gives up although the reads may be complete.
@@ -318,7 +333,14 @@ mod tests {
             took: Duration::ZERO,
         };
         let sources = sources.iter().map(source).collect();
-        Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO })
+        Ok(RankReport {
+            sources,
+            zeroed: Bytes::ZERO,
+            compared: Bytes::ZERO,
+            queued: Duration::ZERO,
+            slices: 1,
+            took: Duration::ZERO,
+        })
     }
 
     fn fault() -> RankResult {

@@ -15,6 +15,7 @@
 //! | [`rank`] | one rank: pulls, whose read is posted next, lanes, staging, digests |
 //! | [`staging`] | who may use a rank's staging memory, and in which order |
 //! | [`owner`] | one engine: ranks, links, leases, requests, and which blocks are lent to whom |
+//! | [`snapshot`] | an owner at a moment |
 //! | [`assurance`], [`outcome`] | how sure the consumer is; the one way to say "delivered" |
 //!
 //! Invariants: a batch is submitted only after its bounds were proven; a request ends exactly once; [`Delivered`] is made
@@ -32,6 +33,7 @@ pub mod owner;
 pub mod pairing;
 pub mod rank;
 pub mod runs;
+pub mod snapshot;
 pub mod staging;
 #[cfg(test)]
 mod testing;
@@ -40,8 +42,8 @@ mod world;
 
 pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};
-pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Report};
-pub use owner::{Holder, Overlap, OwnerConfig, OwnerSession};
+pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Phase, Phases, Report};
+pub use owner::{Backoff, Holder, LeaseTerms, Limits, Overlap, OwnerConfig, OwnerSession, Ttl};
 pub use rank::{
     Admission, AdmissionRefused, LaneReport, LaneStanding, RankSession, StagingConfig, StagingRefused, Way,
 };

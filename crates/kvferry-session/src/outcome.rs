@@ -9,6 +9,7 @@ use kvferry_geometry::request::{BoundRequest, Checkpoint, DstGroup, Request, Req
 use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, GroupId, ItemId, Name, RankId, TokenRange, Tokens};
+use kvferry_proto::lease::Closing;
 use kvferry_proto::names::{Epoch, Fence};
 use kvferry_proto::peer::BindRefusal;
 use kvferry_proto::rank::RankFault;
@@ -41,6 +42,69 @@ pub struct PairReport {
     pub took: Duration,
 }
 
+/// What a request does at a time.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[non_exhaustive]
+pub enum Phase {
+    /// It waits for the link to the producer's owner.
+    Link,
+    /// It waits for the producer's answer to its bind.
+    Bind,
+    /// Ranks read, or wait for their turn to.
+    Read,
+    /// It has failed, and waits for ranks to stop.
+    Stop,
+    /// It waits for the producer's verdict.
+    Release,
+}
+
+impl Phase {
+    /// All, in order.
+    pub const ALL: [Self; 5] = [Self::Link, Self::Bind, Self::Read, Self::Stop, Self::Release];
+
+    /// A word for it, for logs and metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Link => "link",
+            Self::Bind => "bind",
+            Self::Read => "read",
+            Self::Stop => "stop",
+            Self::Release => "release",
+        }
+    }
+}
+
+/// How long a request was in each phase, over all its attempts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Phases {
+    times: [Duration; 5],
+    queued: Duration,
+}
+
+impl Phases {
+    /// How long it was in a phase.
+    #[must_use]
+    pub fn of(&self, phase: Phase) -> Duration {
+        self.times[phase as usize]
+    }
+
+    /// Of [`Phase::Read`]: the longest time that a rank's first read has waited for its turn.
+    #[must_use]
+    pub fn queued(&self) -> Duration {
+        self.queued
+    }
+
+    pub(crate) fn add(&mut self, phase: Phase, time: Duration) {
+        let sum = &mut self.times[phase as usize];
+        *sum = sum.saturating_add(time);
+    }
+
+    fn note_queued(&mut self, time: Duration) {
+        self.queued = self.queued.max(time);
+    }
+}
+
 /// What happened, whatever the end.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Report {
@@ -61,8 +125,20 @@ pub struct Report {
     pub in_doubt: Vec<RankId>,
     /// What is in place now, one for each group of our engine; none where the engine was not complete.
     pub groups: Vec<GroupOutcome>,
+    /// How often it was tried: what is told of ranks is of the last attempt.
+    pub attempts: u32,
+    /// How long it was in each phase.
+    pub phases: Phases,
     /// From the engine's call to the end.
     pub took: Duration,
+}
+
+/// When a request took what.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Times {
+    pub(crate) attempts: u32,
+    pub(crate) phases: Phases,
+    pub(crate) took: Duration,
 }
 
 /// What of one of our groups is in place when a request has ended.
@@ -158,7 +234,7 @@ impl Report {
         Bytes::new(self.pairs.iter().map(|p| p.bytes.get()).sum())
     }
 
-    pub(crate) fn empty(fence: Fence, assurance: Assurance, took: Duration, groups: Vec<GroupOutcome>) -> Self {
+    pub(crate) fn empty(fence: Fence, assurance: Assurance, times: Times, groups: Vec<GroupOutcome>) -> Self {
         Self {
             fence,
             assurance,
@@ -168,22 +244,25 @@ impl Report {
             faults: Vec::new(),
             in_doubt: Vec::new(),
             groups,
-            took,
+            attempts: times.attempts,
+            phases: times.phases,
+            took: times.took,
         }
     }
 
     pub(crate) fn of(
         fence: Fence,
         assurance: Assurance,
-        took: Duration,
+        times: Times,
         ended: &Ended,
         groups: Vec<GroupOutcome>,
     ) -> Self {
-        let mut report = Self::empty(fence, assurance, took, groups);
+        let mut report = Self::empty(fence, assurance, times, groups);
         let (mut zeroed, mut compared) = (0u64, 0u64);
         for (&dst, result) in ended.results() {
             match result {
                 Ok(r) => {
+                    report.phases.note_queued(r.queued);
                     zeroed += r.zeroed.get();
                     compared += r.compared.get();
                     report.pairs.extend(r.sources.iter().map(|s| PairReport {
@@ -220,8 +299,8 @@ pub struct Delivered {
 
 impl Delivered {
     /// The one way to say so: the producer held the lease for complete reads, and the level asked for was reached.
-    pub(crate) fn new(held: &Held, assured: Assured, took: Duration, groups: Vec<GroupOutcome>) -> Self {
-        Self { assured, report: Report::of(held.fence().clone(), assured.level(), took, held.ended(), groups) }
+    pub(crate) fn new(held: &Held, assured: Assured, times: Times, groups: Vec<GroupOutcome>) -> Self {
+        Self { assured, report: Report::of(held.fence().clone(), assured.level(), times, held.ended(), groups) }
     }
 
     /// The level of assurance that was reached.
@@ -268,7 +347,7 @@ pub enum FailureCause {
     #[error("this engine's ranks have not all joined")]
     NotReady,
     /// One of our own ranks is gone.
-    #[error("this engine's rank {rank} is gone: {reason}; restart the engine")]
+    #[error("this engine's rank {rank} is gone: {reason}; it can join again")]
     RankLost {
         /// The rank.
         rank: RankId,
@@ -343,6 +422,31 @@ pub enum FailureCause {
         /// How many were named.
         ranks: usize,
     },
+    /// As many requests are open as there may be.
+    #[error("{limit} requests are open, which is the limit; wait for some to end, or raise the limit")]
+    TooManyPulls {
+        /// The limit.
+        limit: usize,
+    },
+    /// The owner is being shut down and begins nothing more.
+    #[error("this engine is draining and begins nothing more")]
+    Draining,
+    /// The lease's time was up here, before it was read, or while it was.
+    #[error(
+        "the lease has {left:?} left, less than the {margin:?} that a read needs; prefill again, or give leases more time"
+    )]
+    LeaseExpired {
+        /// What was left.
+        left: Duration,
+        /// What there must be.
+        margin: Duration,
+    },
+    /// The producer has closed the lease while it was read.
+    #[error("the producer has closed the lease: {}", .how.name())]
+    LeaseClosed {
+        /// Why.
+        how: Closing,
+    },
     /// The producer did not hold the lease while it was read.
     #[error("the producer answered stale: the lease was closed while it was read, or before")]
     Stale,
@@ -360,6 +464,35 @@ pub enum FailureCause {
     /// The owner was shut down.
     #[error("the owner was shut down")]
     Shutdown,
+}
+
+impl FailureCause {
+    /// A word for its kind, for logs and metrics. There are few, and none has a value of the request in it.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::NotReady => "not ready",
+            Self::RankLost { .. } => "rank lost",
+            Self::NotAssured(_) => "not assured",
+            Self::Link { .. } => "link",
+            Self::Handshake { .. } => "handshake",
+            Self::Mismatch(_) => "mismatch",
+            Self::Pairing(_) => "pairing",
+            Self::StaleEpoch { .. } => "stale epoch",
+            Self::Refused(_) => "refused",
+            Self::TooManyBlocks { .. } | Self::TooManyStates { .. } | Self::TooManyPulls { .. } => "limit",
+            Self::Request(_) => "request",
+            Self::Overlap(_) => "overlap",
+            Self::Ranks { .. } => "transfer",
+            Self::Draining => "draining",
+            Self::LeaseExpired { .. } => "lease expired",
+            Self::LeaseClosed { .. } => "lease closed",
+            Self::Stale => "stale",
+            Self::Deadline { .. } => "deadline",
+            Self::Cancelled => "cancelled",
+            Self::Shutdown => "shutdown",
+        }
+    }
 }
 
 impl From<PairingError> for FailureCause {

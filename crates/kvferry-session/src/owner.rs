@@ -7,226 +7,105 @@
 //!
 //! A request ends exactly once, with [`Effect::PullEnded`]; a lease ends exactly once, with [`Effect::LeaseClosed`], and its
 //! blocks are the engine's again then, not before. Whatever a peer sends on a link harms that link's requests at most.
+//!
+//! | part | what it keeps |
+//! |---|---|
+//! | `ranks` | our own ranks: joining, leaving, joining again |
+//! | `links`, `roads` | links to other owners, and how to come to them; retries |
+//! | `leases`, `asks` | what we offer, and what is asked about it |
+//! | `pulls`, `ends`, `questions` | what we read: on the way, ending, and what our ranks ask meanwhile |
+//! | `beats` | the heartbeats of what we read |
+//! | `loans` | which blocks are lent to whom |
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::digest::Digest;
-use kvferry_geometry::manifest::CacheGroup;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
-use kvferry_geometry::spec::ModelSpec;
-use kvferry_geometry::units::{RankId, Tokens};
-use kvferry_proto::handshake::{IdentityCheck, LocalSide};
-use kvferry_proto::lease::{Closing, Offer};
+use kvferry_geometry::units::RankId;
+use kvferry_proto::handshake::{Allowed, LocalSide};
+use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
-use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
+use kvferry_proto::names::{EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::{MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage};
-use kvferry_proto::rank::{Assurance, FromRank, PullId, ToRank};
+use kvferry_proto::rank::{FromRank, PullId, ToRank};
 
-use crate::outcome::{Delivered, Failed};
+use crate::snapshot::Snapshot;
 
+mod asks;
+mod beats;
+mod config;
+mod effect;
+mod ends;
 mod leases;
 mod links;
 mod loans;
 mod pulls;
+mod questions;
 mod ranks;
+mod roads;
+mod show;
 #[cfg(test)]
 mod tests;
+mod timers;
 
+use asks::Asks;
+use beats::Beats;
+pub use config::{Backoff, LeaseTerms, Limits, OwnerConfig, PullWish, USUAL_PRIORITY};
+pub use effect::{Effect, LinkId, OfferError, RankLinkId};
 use leases::Leases;
 use links::Links;
 use loans::Loans;
 pub use loans::{Holder, Overlap};
 use pulls::Pulls;
 use ranks::Ranks;
+use roads::Roads;
 
-/// A link to another owner. Counted by the session, never re-used by it.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct LinkId(pub u64);
-
-/// A link to a rank of this engine. Counted by the session, never re-used by it.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct RankLinkId(pub u64);
-
-/// What an owner is.
-#[derive(Clone, Debug)]
-pub struct OwnerConfig {
-    /// The engine's id.
-    pub engine: EngineId,
-    /// This life of it: random.
-    pub epoch: Epoch,
-    /// The model's items.
-    pub spec: ModelSpec,
-    /// The groups that share block tables.
-    pub groups: Vec<CacheGroup>,
-    /// How many ranks will join.
-    pub ranks: u32,
-    /// What the cache's bytes mean.
-    pub identity: ModelIdentity,
-    /// Whether peers must say the same.
-    pub check: IdentityCheck,
-    /// What becomes of items that only one of two engines has. Both engines' owners are asked, each with its own options; where
-    /// these differ, the stricter one decides. They never change what moves.
-    pub compat: CompatOptions,
-    /// Whether one consumer's items are spread over all ranks that hold them alike. Peers must say the same.
-    pub stripe: bool,
-    /// How long a link may take until both hellos are in order, and a rank's link until it has joined.
-    pub handshake: Duration,
-    /// How long ranks may take to stop after a request has failed, before they count as in doubt.
-    pub grace: Duration,
-}
-
-/// A wish to read another engine's blocks.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct PullWish {
-    /// Where the producer's owner listens.
-    pub address: String,
-    /// The lease.
-    pub fence: Fence,
-    /// Length of the sequence.
-    pub tokens: Tokens,
-    /// Our blocks and what is cached, one entry for each group of our engine.
-    pub groups: Vec<DstGroup>,
-    /// What we think the cache was computed from.
-    pub content_key: ContentKey,
-    /// How sure we want to be.
-    pub assurance: Assurance,
-    /// How long it may take in all.
-    pub deadline: Duration,
-}
-
-/// What the driver must do.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Effect {
-    /// Connect to another owner, then say [`OwnerSession::link_opened`] or [`OwnerSession::link_closed`].
-    Connect {
-        /// The link's number.
-        link: LinkId,
-        /// Where the owner listens.
-        address: String,
-    },
-    /// Send to another owner.
-    SendPeer {
-        /// On which link.
-        link: LinkId,
-        /// What.
-        message: PeerMessage,
-    },
-    /// Close a link after what was sent on it. The session has forgotten it.
-    ClosePeer {
-        /// Which.
-        link: LinkId,
-    },
-    /// Send to a rank.
-    SendRank {
-        /// On which link.
-        link: RankLinkId,
-        /// What.
-        message: ToRank,
-    },
-    /// Close a rank's link after what was sent on it. The session has forgotten it.
-    CloseRank {
-        /// Which.
-        link: RankLinkId,
-    },
-    /// All ranks have joined.
-    Ready(Arc<EngineManifest>),
-    /// A rank may not join, or all together are unsound.
-    JoinRefused(JoinError),
-    /// A rank of the complete engine is gone.
-    RankLost {
-        /// Which.
-        rank: RankId,
-        /// What is known.
-        reason: String,
-    },
-    /// A lease is over: its blocks are the engine's again.
-    LeaseClosed {
-        /// Which.
-        fence: Fence,
-        /// How it ended.
-        how: Closing,
-    },
-    /// A request has ended.
-    PullEnded {
-        /// Which.
-        pull: PullId,
-        /// How.
-        result: Box<Result<Delivered, Failed>>,
-    },
-}
-
-/// Something could not be offered.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum OfferError {
-    /// Not all ranks have joined.
-    #[error("this engine's ranks have not all joined; await that before offering")]
-    NotReady,
-    /// Not one entry for each group.
-    #[error("the offer lists {got} groups, the engine has {expected}; list one for each, in its order")]
-    GroupCount {
-        /// Groups of the engine.
-        expected: usize,
-        /// Groups listed.
-        got: usize,
-    },
-    /// It lists too many blocks.
-    #[error("the offer lists {got} blocks, more than the {limit} that one request can have")]
-    TooManyBlocks {
-        /// Blocks listed.
-        got: u64,
-        /// The limit.
-        limit: u64,
-    },
-    /// It lists too many states.
-    #[error("the offer lists {got} states, more than the {limit} that one request can have")]
-    TooManyStates {
-        /// States listed.
-        got: usize,
-        /// The limit.
-        limit: usize,
-    },
-    /// The lease id is in use.
-    #[error("lease {lease} is open already; lease ids must be random")]
-    Repeated {
-        /// The id.
-        lease: LeaseId,
-    },
-    /// A request of this engine's own writes the blocks.
-    #[error("blocks that are offered are not final: {0}")]
-    Overlap(#[from] Overlap),
-    /// A rank is gone.
-    #[error("this engine's rank {rank} is gone: {reason}; restart the engine")]
-    RankLost {
-        /// Which.
-        rank: RankId,
-        /// What is known.
-        reason: String,
-    },
+/// When an offer ends, if nobody reads it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Ttl {
+    /// As the owner's [`LeaseTerms`] say.
+    #[default]
+    Usual,
+    /// After so long.
+    For(Duration),
+    /// Never: its blocks are lent until it is read or taken back.
+    Never,
 }
 
 /// How far the engine is.
 #[derive(Debug)]
 enum Life {
     /// Ranks are missing.
-    Assembling(Box<Assembly>),
+    Assembling,
     /// All have joined.
     Ready(Arc<LocalSide>),
-    /// All had joined, and one is gone.
-    Broken(Arc<LocalSide>, RankId, String),
+    /// All had joined, and one is gone. It may join again; the engine has a new epoch then.
+    Broken { local: Arc<LocalSide>, rank: RankId, reason: String },
 }
 
 impl Life {
     fn local(&self) -> Option<&Arc<LocalSide>> {
         match self {
-            Self::Assembling(_) => None,
-            Self::Ready(local) | Self::Broken(local, ..) => Some(local),
+            Self::Assembling => None,
+            Self::Ready(local) | Self::Broken { local, .. } => Some(local),
         }
+    }
+}
+
+/// Whether something new is begun.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Service {
+    Open,
+    /// What has begun goes on to its end.
+    Draining,
+}
+
+impl Service {
+    fn is_draining(self) -> bool {
+        self == Self::Draining
     }
 }
 
@@ -234,10 +113,17 @@ impl Life {
 #[derive(Debug)]
 pub struct OwnerSession {
     config: OwnerConfig,
+    /// The present one of the engine.
+    epoch: Epoch,
     life: Life,
+    assembly: Assembly,
+    service: Service,
     ranks: Ranks,
     links: Links,
+    roads: Roads,
+    beats: Beats,
     leases: Leases,
+    asks: Asks,
     loans: Loans,
     pulls: Pulls,
     effects: VecDeque<Effect>,
@@ -251,13 +137,18 @@ impl OwnerSession {
     /// If an engine can't have so many ranks.
     pub fn new(config: OwnerConfig) -> Result<Self, JoinError> {
         let c = config.clone();
-        let assembly = Assembly::new(c.engine, c.epoch, c.spec, c.groups, c.ranks)?;
         Ok(Self {
+            epoch: config.epoch,
+            assembly: Assembly::new(c.engine, c.epoch, c.spec, c.groups, c.ranks)?,
             config,
-            life: Life::Assembling(Box::new(assembly)),
+            life: Life::Assembling,
+            service: Service::Open,
             ranks: Ranks::default(),
             links: Links::default(),
+            roads: Roads::default(),
+            beats: Beats::default(),
             leases: Leases::default(),
+            asks: Asks::default(),
             loans: Loans::default(),
             pulls: Pulls::default(),
             effects: VecDeque::new(),
@@ -274,10 +165,7 @@ impl OwnerSession {
     /// The ranks that have not joined.
     #[must_use]
     pub fn missing(&self) -> Vec<RankId> {
-        match &self.life {
-            Life::Assembling(assembly) => assembly.missing().collect(),
-            _ => Vec::new(),
-        }
+        self.assembly.missing().collect()
     }
 
     /// What the driver must do next.
@@ -289,17 +177,21 @@ impl OwnerSession {
     ///
     /// # Errors
     /// If the engine isn't complete, or the offer doesn't fit it; then nothing is lent.
-    pub fn offer(&mut self, lease: LeaseId, offer: Offer) -> Result<Fence, OfferError> {
+    pub fn offer(&mut self, lease: LeaseId, offer: Offer, ttl: Ttl, now: Duration) -> Result<Fence, OfferError> {
+        self.now = now;
         let expected = self.config.groups.len();
-        match &self.life {
-            Life::Assembling(_) => return Err(OfferError::NotReady),
-            Life::Broken(_, rank, reason) => {
+        let manifest = match &self.life {
+            Life::Assembling => return Err(OfferError::NotReady),
+            Life::Broken { rank, reason, .. } => {
                 return Err(OfferError::RankLost { rank: *rank, reason: reason.clone() });
             }
             Life::Ready(_) if offer.groups.len() != expected => {
                 return Err(OfferError::GroupCount { expected, got: offer.groups.len() });
             }
-            Life::Ready(_) => {}
+            Life::Ready(local) => local.manifest.cache().clone(),
+        };
+        if self.service.is_draining() {
+            return Err(OfferError::Draining);
         }
         let (blocks, states) = src_counts(&offer.groups);
         if blocks > MAX_REQUEST_BLOCKS {
@@ -311,10 +203,18 @@ impl OwnerSession {
         if self.leases.is_open(lease) {
             return Err(OfferError::Repeated { lease });
         }
-        if let Some(manifest) = self.life.local().map(|l| l.manifest.cache().clone()) {
-            self.loans.read(&manifest, &loans::shown(&manifest, &offer.groups))?;
+        let limit = self.config.limits.leases;
+        if self.leases.len() >= limit {
+            return Err(OfferError::TooManyLeases { limit });
         }
-        Ok(self.leases.open(&self.config.engine, self.config.epoch, lease, offer))
+        let places = loans::shown(&manifest, &offer.groups);
+        self.loans.read(&manifest, &places)?;
+        let ttl = match ttl {
+            Ttl::Usual => self.config.lease.ttl,
+            Ttl::For(time) => Some(time),
+            Ttl::Never => None,
+        };
+        Ok(self.open_lease(lease, offer, ttl, places.into()))
     }
 
     /// Blocks and slots that no request can be given any more, because a rank of one that failed may still write them.
@@ -324,14 +224,27 @@ impl OwnerSession {
     }
 
     /// Takes an offer back. Gives false where there is no such lease (any more).
-    pub fn withdraw(&mut self, lease: LeaseId) -> bool {
-        match self.leases.withdraw(lease) {
-            Some(closed) => {
-                self.close_lease(&closed);
-                true
-            }
-            None => false,
-        }
+    pub fn withdraw(&mut self, lease: LeaseId, now: Duration) -> bool {
+        self.now = now;
+        self.withdraw_lease(lease)
+    }
+
+    /// Tells the producer of a lease, as far as it can be reached, that nobody will read it: its blocks are free then, without
+    /// waiting for the lease's end.
+    pub fn decline(&mut self, address: &str, fence: Fence, now: Duration) {
+        self.now = now;
+        self.decline_lease(address, fence);
+    }
+
+    /// Begins nothing more: offers and requests are refused from now on. What has begun goes on to its end.
+    pub fn drain(&mut self) {
+        self.service = Service::Draining;
+    }
+
+    /// Whether no request and no lease is open.
+    #[must_use]
+    pub fn is_drained(&self) -> bool {
+        self.pulls.is_empty() && self.leases.len() == 0
     }
 
     /// Begins a request; [`Effect::PullEnded`] follows, once. Blocks that it would write and that are lent already, to another
@@ -347,18 +260,19 @@ impl OwnerSession {
         self.cancel_pull(pull);
     }
 
-    /// Another owner has connected: gives its link's number.
-    pub fn accept(&mut self, now: Duration) -> LinkId {
+    /// Another owner has connected: gives its link's number. `proven` are the engines for which its credentials stand; `None`
+    /// where it has none.
+    pub fn accept(&mut self, proven: Option<Arc<Allowed>>, now: Duration) -> LinkId {
         self.now = now;
-        self.accept_link()
+        self.accept_link(proven)
     }
 
-    /// A link that [`Effect::Connect`] asked for is up. Gives false where it came too late and isn't wanted any more: close
-    /// it.
+    /// A link that [`Effect::Connect`] asked for is up, with what its other end has proven, as for [`accept`](Self::accept). Gives
+    /// false where it came too late and isn't wanted any more: close it.
     #[must_use]
-    pub fn link_opened(&mut self, link: LinkId, now: Duration) -> bool {
+    pub fn link_opened(&mut self, link: LinkId, proven: Option<Arc<Allowed>>, now: Duration) -> bool {
         self.now = now;
-        self.greet(link);
+        self.link_is_open(link, proven);
         self.links.exists(link)
     }
 
@@ -392,15 +306,31 @@ impl OwnerSession {
         self.on_rank_message(link, message);
     }
 
-    /// Lets time pass: ends what is overdue. Gives the next time at which something will be.
+    /// Lets time pass: ends what is overdue, does what is due. Gives the next time at which something will be.
     pub fn step(&mut self, now: Duration) -> Option<Duration> {
         self.now = now;
         self.expire_links();
         self.expire_rank_links();
+        self.expire_leases();
         self.expire_pulls();
-        let deadlines = [self.links.next_deadline(), self.ranks.next_deadline(), self.pulls.next_deadline()];
-        let next = deadlines.into_iter().flatten().min();
+        self.send_beats();
+        self.retry_roads();
+        let due = [
+            self.links.next_due(),
+            self.ranks.next_deadline(),
+            self.leases.next_end(),
+            self.pulls.next_due(),
+            self.beats.next_due(),
+            self.roads.next_due(),
+        ];
+        let next = due.into_iter().flatten().min();
         next.map(|t| t.max(now))
+    }
+
+    /// What is open, what each waits for, and since when.
+    #[must_use]
+    pub fn snapshot(&self, now: Duration) -> Snapshot {
+        self.show(now)
     }
 
     /// Ends every request that is still open, as shut down, and takes every lease back; for the end of the owner itself.

@@ -10,7 +10,6 @@ use kvferry_geometry::placement::Placement;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::spec::{ItemKind, ModelSpec};
 use kvferry_geometry::units::{BlockId, ItemId, RankId, Tokens};
-use kvferry_proto::handshake::IdentityCheck;
 use kvferry_proto::lease::{Closing, Offer};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
 use kvferry_proto::peer::PeerMessage;
@@ -20,7 +19,7 @@ use kvferry_transport::fault::{Faulty, Script};
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{Region, Transport};
 
-use crate::owner::{Effect, LinkId, OwnerConfig, OwnerSession, PullWish, RankLinkId};
+use crate::owner::{Effect, LeaseTerms, LinkId, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl, USUAL_PRIORITY};
 use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
 use crate::{Delivered, Failed, LocalCache};
 
@@ -89,18 +88,14 @@ impl Engine {
     fn new(id: &str, network: &MemNetwork, shape: Shape) -> Self {
         let engine = || EngineId::new(id).unwrap();
         let ranks = u32::try_from(shape.ranks.len()).unwrap();
+        let (spec, groups) = (shape.spec.clone(), shape.groups);
         let mut owner = OwnerSession::new(OwnerConfig {
-            engine: engine(),
-            epoch: Epoch::new(1),
-            spec: shape.spec.clone(),
-            groups: shape.groups,
-            ranks,
             identity: ModelIdentity::new("m").unwrap(),
-            check: IdentityCheck::Required,
             compat: shape.compat,
             stripe: shape.stripe,
-            handshake: Duration::from_secs(10),
-            grace: Duration::from_secs(2),
+            // These worlds let days pass; what expires has worlds of its own.
+            lease: LeaseTerms { ttl: None, ..LeaseTerms::default() },
+            ..OwnerConfig::new(engine(), Epoch::new(1), spec, groups, ranks)
         })
         .unwrap();
         let (mut sessions, mut memory, mut links) = (Vec::new(), Vec::new(), Vec::new());
@@ -166,7 +161,7 @@ impl Engine {
                     self.ranks[rank].handle(wire::decode_to_rank(&frame(&bytes)).unwrap(), now);
                 }
                 Effect::PullEnded { pull, result } => self.ended.push((pull, (*result).map_err(Box::new))),
-                Effect::LeaseClosed { fence, how } => self.closed.push((fence, how)),
+                Effect::LeaseClosed { fence, how, .. } => self.closed.push((fence, how)),
                 Effect::JoinRefused(error) => panic!("{error}"),
                 _ => {}
             }
@@ -327,9 +322,9 @@ impl World {
             self.p.step(self.now);
             self.d.step(self.now);
             if let Some(ours) = self.d.connects.pop() {
-                let theirs = self.p.owner.accept(self.now);
+                let theirs = self.p.owner.accept(None, self.now);
                 self.link = Some((ours, theirs));
-                assert!(self.d.owner.link_opened(ours, self.now));
+                assert!(self.d.owner.link_opened(ours, None, self.now));
             }
             if let Some((ours, theirs)) = self.link {
                 for m in std::mem::take(&mut self.d.said) {
@@ -347,7 +342,8 @@ impl World {
 
     pub(crate) fn offer(&mut self, groups: Vec<SrcGroup>) -> Fence {
         self.leases += 1;
-        self.p.owner.offer(LeaseId::new(self.leases), Offer { groups, content_key: KEY }).unwrap()
+        let offer = Offer { groups, content_key: KEY };
+        self.p.owner.offer(LeaseId::new(self.leases), offer, Ttl::Usual, self.now).unwrap()
     }
 
     pub(crate) fn wish(&self, fence: &Fence, tokens: u64, groups: Vec<DstGroup>) -> PullWish {
@@ -359,6 +355,8 @@ impl World {
             content_key: KEY,
             assurance: Assurance::Full,
             deadline: Duration::from_secs(60),
+            priority: USUAL_PRIORITY,
+            attempts: 2,
         }
     }
 

@@ -9,7 +9,7 @@ use crate::units::{BlockId, TokenRange, Tokens};
 const LARGEST_MAP: u32 = 1 << 23;
 
 /// Consecutive table positions with consecutive block ids.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Stretch {
     /// Counted from the table's first.
     position: u64,
@@ -18,7 +18,7 @@ pub(crate) struct Stretch {
 }
 
 /// The ids of a table: as they came, or as stretches where these are much fewer.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum Ids {
     List(Vec<BlockId>),
     Stretches(Vec<Stretch>),
@@ -28,7 +28,7 @@ enum Ids {
 ///
 /// The entry at position `k` covers tokens `[k·block_tokens, (k+1)·block_tokens)` of the sequence. A table may start
 /// late: blocks that a window has left behind, or that a prefix hit covers, need not be listed.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct BlockTable {
     first: u64,
     len: u64,

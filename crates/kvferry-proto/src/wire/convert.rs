@@ -5,20 +5,22 @@
 //! What can't be told without knowing our own side (are the block ids in range? do the two caches match?) is not asked
 //! here.
 
+use kvferry_geometry::digest::Digest;
 use kvferry_geometry::manifest::ManifestErrors;
 use kvferry_geometry::spec::SpecErrors;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Frame, MAGIC, MAX_FRAME, WireError, dto, frame, kind};
-use crate::handshake::{Abilities, Hello, Versions};
+use crate::handshake::{Abilities, Again, Hello, Versions};
 use crate::manifest::ContactError;
-use crate::names::{ModelIdentity, NameError};
+use crate::names::{EngineId, ModelIdentity, NameError};
 use crate::peer::PeerMessage;
 use crate::rank::{FromRank, ToRank};
 
 mod gather;
 mod geometry;
+mod leases;
 mod messages;
 mod request;
 
@@ -128,6 +130,17 @@ type Converted<T> = Result<T, ConvertError>;
 pub(super) fn peer_message(frame: &Frame) -> Result<PeerMessage, WireError> {
     Ok(match frame.kind {
         kind::HELLO => PeerMessage::Hello(hello(&frame.body)?),
+        kind::AGAIN => PeerMessage::Again(again(&frame.body)?),
+        kind::MANIFEST_WANTED => {
+            parse::<()>("manifest question", &frame.body)?;
+            PeerMessage::ManifestWanted
+        }
+        kind::MANIFEST => PeerMessage::Manifest(read::<dto::Engine, messages::Shared>("manifest", frame)?.0),
+        kind::HEARTBEAT => PeerMessage::Heartbeat(read::<dto::Heartbeat, _>("heartbeat", frame)?),
+        kind::HEARTBEAT_ANSWER => {
+            PeerMessage::HeartbeatAnswer(read::<dto::HeartbeatAnswer, _>("heartbeat answer", frame)?)
+        }
+        kind::CLOSED => PeerMessage::Closed(read::<dto::LeaseClosed, _>("notice of a closed lease", frame)?),
         kind::REFUSED => PeerMessage::Refused(read::<dto::Refused, messages::Reasons>("refusal", frame)?.0),
         kind::BIND => PeerMessage::Bind(read::<dto::Bind, _>("bind", frame)?),
         kind::BIND_ANSWER => PeerMessage::BindAnswer(read::<dto::BindAnswer, _>("bind answer", frame)?),
@@ -176,6 +189,14 @@ pub(super) fn to_rank(frame: &Frame) -> Result<ToRank, WireError> {
 pub(super) fn encode_peer(message: &PeerMessage) -> Result<Vec<u8>, WireError> {
     match message {
         PeerMessage::Hello(m) => write_hello(m),
+        PeerMessage::Again(m) => write_again(m),
+        PeerMessage::ManifestWanted => write("manifest question", kind::MANIFEST_WANTED, &()),
+        PeerMessage::Manifest(m) => write("manifest", kind::MANIFEST, &dto::Engine::from(&**m)),
+        PeerMessage::Heartbeat(m) => write("heartbeat", kind::HEARTBEAT, &dto::Heartbeat::from(m)),
+        PeerMessage::HeartbeatAnswer(m) => {
+            write("heartbeat answer", kind::HEARTBEAT_ANSWER, &dto::HeartbeatAnswer::from(m))
+        }
+        PeerMessage::Closed(m) => write("notice of a closed lease", kind::CLOSED, &dto::LeaseClosed::from(m)),
         PeerMessage::Refused(reasons) => {
             let reasons = reasons.iter().take(dto::MAX_REASONS).map(|r| clip(r)).collect();
             write("refusal", kind::REFUSED, &dto::Refused(reasons))
@@ -243,12 +264,10 @@ pub(super) fn encode_to_rank(message: &ToRank) -> Result<Vec<u8>, WireError> {
 }
 
 /// The head of a hello can be read whatever the version; the rest only if there is a common one.
-fn hello(body: &[u8]) -> Result<Hello, WireError> {
-    let what = "hello";
-    let Some((magic, rest)) = body.split_first_chunk::<4>().filter(|(m, _)| **m == MAGIC) else {
+fn head<'a>(what: &'static str, body: &'a [u8]) -> Result<(Versions, &'a [u8]), WireError> {
+    let Some((_, rest)) = body.split_first_chunk::<4>().filter(|(m, _)| **m == MAGIC) else {
         return Err(WireError::Magic { got: body[..body.len().min(MAGIC.len())].to_vec() });
     };
-    debug_assert_eq!(*magic, MAGIC);
     let Some((&[a, b, c, d], rest)) = rest.split_first_chunk::<4>() else {
         return Err(WireError::Body { what, len: body.len(), reason: "it ends inside its versions".into() });
     };
@@ -257,14 +276,28 @@ fn hello(body: &[u8]) -> Result<Hello, WireError> {
     if ours.common(theirs).is_none() {
         return Err(WireError::Version { ours, theirs });
     }
+    Ok((theirs, rest))
+}
+
+fn write_head<D: Serialize>(what: &'static str, kind: u16, versions: Versions, rest: &D) -> Result<Vec<u8>, WireError> {
+    let mut body = MAGIC.to_vec();
+    body.extend_from_slice(&versions.min.to_le_bytes());
+    body.extend_from_slice(&versions.max.to_le_bytes());
+    let body = postcard::to_extend(rest, body).map_err(|e| not_written(what, &e))?;
+    framed(what, kind, &body)
+}
+
+fn hello(body: &[u8]) -> Result<Hello, WireError> {
+    let what = "hello";
+    let (versions, rest) = head(what, body)?;
     let d: dto::Hello = parse(what, rest)?;
     let meaning = |error| WireError::Meaning { what, error };
     Ok(Hello {
-        versions: theirs,
+        versions,
         abilities: Abilities(d.abilities),
         identity: ModelIdentity::new(&d.identity).map_err(|e| meaning(e.into()))?,
         stripe: d.stripe,
-        digest: kvferry_geometry::digest::Digest::from_bytes(d.digest),
+        digest: Digest::from_bytes(d.digest),
         manifest: messages::Shared::try_from(d.manifest).map_err(meaning)?.0,
     })
 }
@@ -277,11 +310,35 @@ fn write_hello(hello: &Hello) -> Result<Vec<u8>, WireError> {
         digest: *hello.digest.as_bytes(),
         manifest: dto::Engine::from(&*hello.manifest),
     };
-    let mut body = MAGIC.to_vec();
-    body.extend_from_slice(&hello.versions.min.to_le_bytes());
-    body.extend_from_slice(&hello.versions.max.to_le_bytes());
-    let body = postcard::to_extend(&rest, body).map_err(|e| not_written("hello", &e))?;
-    framed("hello", kind::HELLO, &body)
+    write_head("hello", kind::HELLO, hello.versions, &rest)
+}
+
+fn again(body: &[u8]) -> Result<Again, WireError> {
+    let what = "hello by digest";
+    let (versions, rest) = head(what, body)?;
+    let d: dto::Again = parse(what, rest)?;
+    let meaning = |error: NameError| WireError::Meaning { what, error: error.into() };
+    Ok(Again {
+        versions,
+        abilities: Abilities(d.abilities),
+        identity: ModelIdentity::new(&d.identity).map_err(meaning)?,
+        stripe: d.stripe,
+        engine: EngineId::new(&d.engine).map_err(meaning)?,
+        digest: Digest::from_bytes(d.digest),
+        yours: Digest::from_bytes(d.yours),
+    })
+}
+
+fn write_again(again: &Again) -> Result<Vec<u8>, WireError> {
+    let rest = dto::Again {
+        abilities: again.abilities.0,
+        identity: again.identity.as_str().into(),
+        stripe: again.stripe,
+        engine: again.engine.as_str().into(),
+        digest: *again.digest.as_bytes(),
+        yours: *again.yours.as_bytes(),
+    };
+    write_head("hello by digest", kind::AGAIN, again.versions, &rest)
 }
 
 fn read<D: DeserializeOwned, T: TryFrom<D, Error = ConvertError>>(

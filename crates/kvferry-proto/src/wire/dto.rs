@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bounded::List;
 use crate::manifest::MAX_BLOB;
-use crate::peer::{MAX_PIECES, MAX_REQUEST_STATES, MAX_WINDOWS};
+use crate::peer::{MAX_BEATS, MAX_PIECES, MAX_REQUEST_STATES, MAX_WINDOWS};
 use crate::rank::MAX_BAD_BLOCKS;
 
 pub(super) const MAX_ITEMS: usize = kvferry_geometry::spec::MAX_ITEMS;
@@ -178,6 +178,17 @@ pub(super) struct Hello {
     pub(super) manifest: Engine,
 }
 
+/// A hello without a manifest, after the same head.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Again {
+    pub(super) abilities: u64,
+    pub(super) identity: String,
+    pub(super) stripe: bool,
+    pub(super) engine: String,
+    pub(super) digest: [u8; 32],
+    pub(super) yours: [u8; 32],
+}
+
 #[derive(Serialize, Deserialize)]
 pub(super) struct Refused(pub(super) List<String, MAX_REASONS>);
 
@@ -236,12 +247,50 @@ pub(super) enum BindRefusal {
     PeerMapDiffers([u8; 32]),
     Incompatible(String),
     RankLost(u32, String),
+    Busy(String),
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum BindAnswer {
     Bound { fence: Fence, groups: List<SrcGroup, MAX_ITEMS>, time_left_ns: Option<u64> },
     Refused { fence: Fence, reason: BindRefusal },
+}
+
+/// Lease and attempt.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Heartbeat {
+    pub(super) beat: u64,
+    pub(super) leases: List<(u128, u32), MAX_BEATS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Left {
+    Closed,
+    ForNs(u64),
+    Always,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct HeartbeatAnswer {
+    pub(super) beat: u64,
+    pub(super) left: List<Left, MAX_BEATS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Closing {
+    Read,
+    Abandoned,
+    Declined,
+    ConsumerLost,
+    Withdrawn,
+    Expired,
+    RankLost,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct LeaseClosed {
+    pub(super) fence: Fence,
+    pub(super) how: Closing,
 }
 
 #[derive(Serialize, Deserialize)]

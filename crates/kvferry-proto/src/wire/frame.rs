@@ -58,6 +58,17 @@ impl FrameReader {
         Self { limit: limit.min(MAX_FRAME), buffer: Vec::new(), start: 0 }
     }
 
+    /// From the next frame on, refuses bodies longer than this.
+    pub fn set_limit(&mut self, limit: usize) {
+        self.limit = limit.min(MAX_FRAME);
+    }
+
+    /// Bytes that have arrived and were not given out.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.buffer.len() - self.start
+    }
+
     /// Takes bytes that have arrived.
     pub fn extend(&mut self, bytes: &[u8]) {
         if self.start > 0 {
@@ -96,7 +107,7 @@ impl FrameReader {
     /// # Errors
     /// If it ended inside a frame.
     pub fn finish(&self) -> Result<(), FrameError> {
-        let got = self.buffer.len() - self.start;
+        let got = self.waiting();
         if got > 0 { Err(FrameError::Truncated { got }) } else { Ok(()) }
     }
 }

@@ -12,7 +12,7 @@
 //! The length is compared with the link's limit before anything is kept for the body, and a body is only ever kept as far
 //! as it has arrived. `kind` is one of the numbers in [`kind`]; a number is never given a second meaning. A body is the
 //! [postcard](https://postcard.jamesmunns.com/wire-format) encoding of one type of the private module `dto`, to its last
-//! byte. The hello alone has a head of fixed layout before it, so that neighbours of any version can tell each other what
+//! byte. The two kinds of hello alone have a head of fixed layout before it, so that neighbours of any version can tell each other what
 //! they speak:
 //!
 //! ```text
@@ -49,6 +49,12 @@ pub mod kind {
     pub const HELLO: u16 = 1;
     /// [`PeerMessage::Refused`](crate::peer::PeerMessage::Refused): why the link will be closed.
     pub const REFUSED: u16 = 2;
+    /// [`PeerMessage::Again`](crate::peer::PeerMessage::Again): a hello by digests. From version 3 on.
+    pub const AGAIN: u16 = 3;
+    /// [`PeerMessage::ManifestWanted`](crate::peer::PeerMessage::ManifestWanted): an empty body. From version 3 on.
+    pub const MANIFEST_WANTED: u16 = 4;
+    /// [`PeerMessage::Manifest`](crate::peer::PeerMessage::Manifest): a whole manifest. From version 3 on.
+    pub const MANIFEST: u16 = 5;
     /// [`PeerMessage::Bind`](crate::peer::PeerMessage::Bind): fence, content key, salt, digest of the map of peers.
     pub const BIND: u16 = 16;
     /// [`PeerMessage::BindAnswer`](crate::peer::PeerMessage::BindAnswer): block tables, or why not.
@@ -57,6 +63,12 @@ pub mod kind {
     pub const RELEASE: u16 = 18;
     /// [`PeerMessage::ReleaseAnswer`](crate::peer::PeerMessage::ReleaseAnswer): held or stale.
     pub const RELEASE_ANSWER: u16 = 19;
+    /// [`PeerMessage::Heartbeat`](crate::peer::PeerMessage::Heartbeat): leases still wanted. From version 3 on.
+    pub const HEARTBEAT: u16 = 20;
+    /// [`PeerMessage::HeartbeatAnswer`](crate::peer::PeerMessage::HeartbeatAnswer): what is left of them. From version 3 on.
+    pub const HEARTBEAT_ANSWER: u16 = 21;
+    /// [`PeerMessage::Closed`](crate::peer::PeerMessage::Closed): a bound lease is over. From version 3 on.
+    pub const CLOSED: u16 = 22;
     /// [`PeerMessage::RunDigest`](crate::peer::PeerMessage::RunDigest): digest these of your bytes.
     pub const RUN_DIGEST: u16 = 32;
     /// [`PeerMessage::RunDigestAnswer`](crate::peer::PeerMessage::RunDigestAnswer): the digests.

@@ -13,13 +13,13 @@ use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, TokenRange, Tokens};
 
 use super::*;
-use crate::handshake::{Abilities, Hello};
-use crate::lease::first_attempt;
+use crate::handshake::{Abilities, Again, Hello};
+use crate::lease::{Closing, first_attempt};
 use crate::manifest::RankJoin;
-use crate::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
+use crate::names::{Attempt, ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
 use crate::peer::{
-    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, Grant, MAX_PIECES, NotGathered, ReadsEnd, Release,
-    ReleaseAnswer, RunDigest, RunDigestAnswer, Verdict, Window,
+    Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, Grant, Heartbeat, HeartbeatAnswer, LeaseClosed,
+    Left, MAX_PIECES, NotGathered, ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Verdict, Window,
 };
 use crate::rank::{
     Assurance, BadBlock, DigestOrder, GatherOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport,
@@ -61,10 +61,11 @@ fn windows() -> Vec<Window> {
     vec![Window { start: 0, len: 1 << 40, piece: 1 << 30 }, Window { start: 1 << 40, len: 0, piece: 1 }]
 }
 
-fn peer_messages() -> Vec<PeerMessage> {
+/// The messages of version 2, as its corpus has them.
+fn peer_messages_of_2() -> Vec<PeerMessage> {
     let manifest = engine();
     let hello = Hello {
-        versions: Versions::OURS,
+        versions: Versions { min: 2, max: 2 },
         abilities: Abilities(1 << 63),
         identity: ModelIdentity::new("model@revision").unwrap(),
         stripe: true,
@@ -136,6 +137,51 @@ fn peer_messages() -> Vec<PeerMessage> {
     all
 }
 
+fn peer_messages() -> Vec<PeerMessage> {
+    let mut all = peer_messages_of_2();
+    let PeerMessage::Hello(hello) = all[0].clone() else { panic!("the first is a hello") };
+    all.push(PeerMessage::Again(Again {
+        versions: Versions::OURS,
+        abilities: Abilities::OURS,
+        identity: hello.identity.clone(),
+        stripe: false,
+        engine: hello.manifest.engine().clone(),
+        digest: hello.digest,
+        yours: Digest::from_bytes([5; 32]),
+    }));
+    all.push(PeerMessage::Hello(Hello { versions: Versions::OURS, ..hello.clone() }));
+    all.extend([PeerMessage::ManifestWanted, PeerMessage::Manifest(hello.manifest)]);
+    let reason = BindRefusal::Busy("many".into());
+    all.push(PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason }));
+    let leases = vec![(LeaseId::new(u128::MAX), Attempt::new(u32::MAX)), (LeaseId::new(0), Attempt::FIRST)];
+    all.push(PeerMessage::Heartbeat(Heartbeat { beat: 7, leases }));
+    let left = vec![Left::Closed, Left::For(Duration::from_nanos(1)), Left::Always];
+    all.push(PeerMessage::HeartbeatAnswer(HeartbeatAnswer { beat: u64::MAX, left }));
+    let ways = [
+        Closing::Read,
+        Closing::Abandoned,
+        Closing::Declined,
+        Closing::ConsumerLost,
+        Closing::Withdrawn,
+        Closing::Expired,
+        Closing::RankLost,
+    ];
+    all.extend(ways.map(|how| PeerMessage::Closed(LeaseClosed { fence: fence(), how })));
+    all
+}
+
+/// What a neighbour one version older has said, byte by byte: it means the same for ever, and what we say to such a neighbour
+/// are the same bytes.
+#[test]
+fn frames_of_version_2_mean_what_they_meant() {
+    for (i, message) in peer_messages_of_2().iter().enumerate() {
+        let path = format!("{}/../../tests/data/wire/v2/{i:02}.frame", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!(decode_peer(&frame(&bytes)).as_ref(), Ok(message), "{path}");
+        assert_eq!(encode_peer(message).unwrap(), bytes, "{path}");
+    }
+}
+
 fn gathered() -> Gathered {
     Gathered { bytes: Bytes::new(u64::MAX), batch: Digest::from_bytes([6; 32]) }
 }
@@ -186,7 +232,14 @@ fn to_rank_messages() -> Vec<ToRank> {
     all.extend(gatherings().map(|result| ToRank::GatherAnswer { pull: PullId(3), src: RankId::new(1), result }));
     all.extend([Assurance::Fenced, Assurance::Sampled, Assurance::Full].map(|assurance| {
         let (priority, deadline) = (100, Some(Duration::from_secs(3)));
-        ToRank::Pull(PullOrder { pull: PullId(4), pairing: pairing(), request: request(), assurance, priority, deadline })
+        ToRank::Pull(PullOrder {
+            pull: PullId(4),
+            pairing: pairing(),
+            request: request(),
+            assurance,
+            priority,
+            deadline,
+        })
     }));
     all
 }
@@ -287,7 +340,7 @@ fn kinds_are_distinct_and_of_one_link_each() {
     let mut kinds: Vec<u16> = frames().iter().map(|f| f.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds.len(), 28, "every kind of the registry is covered");
+    assert_eq!(kinds.len(), 34, "every kind of the registry is covered");
     for f in frames() {
         let known = decode_all(&f).iter().filter(|r| !matches!(r, Err(WireError::UnknownKind { .. }))).count();
         assert_eq!(known, 1, "kind {}", f.kind);
@@ -368,22 +421,23 @@ fn sec_01_foreign_encodings_and_announced_lengths_are_errors() {
     }
 }
 
-/// HS-11: the envelope decodes whatever the version; the refusal has both.
+/// HS-11: the envelope of either hello decodes whatever the version; the refusal has both.
 #[test]
 fn hs_11_another_version_is_refused_with_both() {
-    let hello = encode_peer(&peer_messages()[0]).unwrap();
-    let mut f = frame(&hello);
-    f.body[4..8].copy_from_slice(&[9, 0, 12, 0]);
-    // What follows the head is of that version, and may be anything.
-    f.body.truncate(20);
-    let error = decode_peer(&f).unwrap_err();
-    assert_eq!(error, WireError::Version { ours: Versions::OURS, theirs: Versions { min: 9, max: 12 } });
-    let text = error.to_string();
-    assert!(text.contains("2 to 2") && text.contains("9 to 12"), "{text}");
-    f.body[0] = b'K';
-    assert!(matches!(decode_peer(&f), Err(WireError::Magic { .. })));
-    f.body.truncate(3);
-    assert_eq!(decode_peer(&f), Err(WireError::Magic { got: b"Kvf".to_vec() }));
+    for hello in peer_messages().iter().filter(|m| matches!(m, PeerMessage::Hello(_) | PeerMessage::Again(_))) {
+        let mut f = frame(&encode_peer(hello).unwrap());
+        f.body[4..8].copy_from_slice(&[9, 0, 12, 0]);
+        // What follows the head is of that version, and may be anything.
+        f.body.truncate(20);
+        let error = decode_peer(&f).unwrap_err();
+        assert_eq!(error, WireError::Version { ours: Versions::OURS, theirs: Versions { min: 9, max: 12 } });
+        let text = error.to_string();
+        assert!(text.contains("2 to 3") && text.contains("9 to 12"), "{text}");
+        f.body[0] = b'K';
+        assert!(matches!(decode_peer(&f), Err(WireError::Magic { .. })));
+        f.body.truncate(3);
+        assert_eq!(decode_peer(&f), Err(WireError::Magic { got: b"Kvf".to_vec() }));
+    }
 }
 
 fn meaning(frame: &Frame) -> ConvertError {

@@ -1,169 +1,423 @@
-//! Links to other owners: made when first needed, greeted, kept, lost.
+//! Links to other owners: greeted, kept while they are of use, lost.
+//!
+//! Who has connected speaks first. Engines that have met before greet by digests; a manifest that one side has forgotten is asked
+//! for and comes before anything else does.
 
-use super::{BTreeMap, Digest, Duration, Effect, EngineId, LinkId, OwnerSession};
+use super::{BTreeMap, Digest, Duration, Effect, LinkId, OwnerSession};
 use std::sync::Arc;
 
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_proto::handshake::{Abilities, Greeting, Hello};
+use kvferry_proto::handshake::{
+    Abilities, Again, Allowed, Established, Expected, Greeting, Hello, Lacking, Met, Refusal, Versions,
+};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
 
+use super::roads::RoadId;
+use super::timers::Timers;
 use crate::outcome::FailureCause;
 use crate::pairing::{Acquaintance, Direction, PairingError};
-
-/// An engine at an address.
-type Target = (String, EngineId);
 
 #[derive(Debug)]
 enum Stage {
     /// The driver connects.
     Connecting,
-    /// Connected, while our own ranks have not all joined. The peer may have said its hello.
-    Waiting(Option<Box<Hello>>),
+    /// Connected, while our own ranks have not all joined, or until the other end has spoken first. What it has said.
+    Waiting(Option<First>),
     /// Our hello is sent.
     Greeting(Greeting),
-    /// Both hellos are in order. With what both can do.
-    Up(Arc<EngineManifest>, Abilities),
+    /// Both hellos are in order, and the peer's manifest is on its way.
+    Lacking(Lacking),
+    /// Both hellos are in order.
+    Up(Established),
+}
+
+/// What the other end has said first.
+#[derive(Debug)]
+enum First {
+    Hello(Box<Hello>),
+    Again(Again),
 }
 
 #[derive(Debug)]
 struct Link {
     stage: Stage,
-    /// Whom we wanted, if it was us who connected.
-    target: Option<Target>,
-    /// By when it must be up.
-    deadline: Duration,
+    /// Where it leads, if it was us who connected.
+    road: Option<RoadId>,
+    /// For whom its credentials stand.
+    proven: Option<Arc<Allowed>>,
+    /// The manifest of ours that the peer knows, once it was greeted.
+    ours: Option<Digest>,
+    /// Whether we have greeted by digests only.
+    briefly: bool,
+    /// Whether the peer was sent our manifest because it had asked.
+    supplied: bool,
+    began: Duration,
+    /// When it came up.
+    up: Duration,
+    /// When something was asked or answered on it last, but for beats.
+    used: Duration,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Links {
     last: u64,
     links: BTreeMap<LinkId, Link>,
-    targets: BTreeMap<Target, LinkId>,
+    /// When a link must be up, or is looked at whether it is still of use.
+    due: Timers<LinkId>,
     known: BTreeMap<Digest, Acquaintance>,
+    manifests: Remembered,
+}
+
+/// Manifests of engines that we have met, with or without a link.
+#[derive(Debug, Default)]
+struct Remembered {
+    count: u64,
+    by_digest: BTreeMap<Digest, (u64, Arc<EngineManifest>)>,
+}
+
+impl Remembered {
+    fn get(&self, digest: Digest) -> Option<Arc<EngineManifest>> {
+        self.by_digest.get(&digest).map(|(_, m)| m.clone())
+    }
+
+    fn note(&mut self, manifest: &Arc<EngineManifest>, limit: usize) {
+        self.count += 1;
+        self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
+        while self.by_digest.len() > limit.max(1) {
+            let Some(oldest) = self.by_digest.iter().min_by_key(|(_, (count, _))| *count).map(|(d, _)| *d) else {
+                return;
+            };
+            self.by_digest.remove(&oldest);
+        }
+    }
+}
+
+/// What a link is, for whoever wants to see it.
+pub(super) struct LinkView<'a> {
+    pub(super) link: LinkId,
+    pub(super) stage: &'static str,
+    pub(super) peer: Option<&'a Arc<EngineManifest>>,
+    pub(super) version: Option<u16>,
+    pub(super) road: Option<RoadId>,
+    pub(super) since: Duration,
 }
 
 impl Links {
-    fn add(&mut self, link: Link) -> LinkId {
+    fn add(&mut self, stage: Stage, road: Option<RoadId>, now: Duration, deadline: Duration) -> LinkId {
         self.last += 1;
         let id = LinkId(self.last);
+        let link = Link {
+            stage,
+            road,
+            proven: None,
+            ours: None,
+            briefly: false,
+            supplied: false,
+            began: now,
+            up: now,
+            used: now,
+        };
         self.links.insert(id, link);
+        self.due.set(id, deadline);
         id
     }
 
-    /// The peer at the other end, if both hellos are in order.
-    pub(super) fn peer(&self, link: LinkId) -> Option<&Arc<EngineManifest>> {
+    fn established(&self, link: LinkId) -> Option<&Established> {
         match &self.links.get(&link)?.stage {
-            Stage::Up(peer, _) => Some(peer),
+            Stage::Up(established) => Some(established),
             _ => None,
         }
     }
 
+    /// The peer at the other end, if both hellos are in order.
+    pub(super) fn peer(&self, link: LinkId) -> Option<&Arc<EngineManifest>> {
+        self.established(link).map(|e| &e.peer)
+    }
+
     /// Whether both ends can do something.
     pub(super) fn has(&self, link: LinkId, ability: Abilities) -> bool {
-        matches!(self.links.get(&link), Some(Link { stage: Stage::Up(_, common), .. }) if common.has(ability))
+        self.established(link).is_some_and(|e| e.abilities.has(ability))
+    }
+
+    /// Whether both ends know heartbeats, notices and further attempts.
+    pub(super) fn knows_leases(&self, link: LinkId) -> bool {
+        self.established(link).is_some_and(|e| e.version >= Versions::LEASES)
     }
 
     pub(super) fn exists(&self, link: LinkId) -> bool {
         self.links.contains_key(&link)
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Duration> {
-        self.links.values().filter(|l| !matches!(l.stage, Stage::Up(..))).map(|l| l.deadline).min()
+    /// Whether it was us who made it.
+    pub(super) fn is_made(&self, link: LinkId) -> bool {
+        self.links.get(&link).is_some_and(|l| l.road.is_some())
+    }
+
+    /// When it came up, and which manifest of ours its peer knows.
+    pub(super) fn standing(&self, link: LinkId) -> Option<(Duration, Option<Digest>)> {
+        self.links.get(&link).map(|l| (l.up, l.ours))
+    }
+
+    pub(super) fn used(&mut self, link: LinkId, now: Duration) {
+        if let Some(l) = self.links.get_mut(&link) {
+            l.used = now;
+        }
+    }
+
+    pub(super) fn next_due(&self) -> Option<Duration> {
+        self.due.next()
+    }
+
+    /// What is known of pairs of engines is computed anew: our own manifest is another.
+    pub(super) fn forget_pairings(&mut self) {
+        self.known.clear();
+    }
+
+    pub(super) fn views(&self) -> impl Iterator<Item = LinkView<'_>> {
+        self.links.iter().map(|(id, l)| {
+            let (stage, established) = match &l.stage {
+                Stage::Connecting => ("connecting", None),
+                Stage::Waiting(None) if l.road.is_none() => ("waiting for the peer's hello", None),
+                Stage::Waiting(_) => ("waiting for this engine's ranks", None),
+                Stage::Greeting(_) => ("waiting for the peer's hello", None),
+                Stage::Lacking(_) => ("waiting for the peer's manifest", None),
+                Stage::Up(e) => ("up", Some(e)),
+            };
+            let (peer, version) = (established.map(|e| &e.peer), established.map(|e| e.version));
+            LinkView { link: *id, stage, peer, version, road: l.road, since: l.up }
+        })
     }
 
     fn is_known_elsewhere(&self, digest: Digest) -> bool {
-        self.links.values().any(|l| matches!(&l.stage, Stage::Up(peer, _) if peer.digest() == digest))
+        self.links.values().any(|l| matches!(&l.stage, Stage::Up(e) if e.peer.digest() == digest))
     }
 }
 
 impl OwnerSession {
-    pub(super) fn accept_link(&mut self) -> LinkId {
+    pub(super) fn accept_link(&mut self, proven: Option<Arc<Allowed>>) -> LinkId {
         let deadline = self.now.saturating_add(self.config.handshake);
-        let link = self.links.add(Link { stage: Stage::Waiting(None), target: None, deadline });
-        self.greet(link);
+        let link = self.links.add(Stage::Waiting(None), None, self.now, deadline);
+        if let Some(l) = self.links.links.get_mut(&link) {
+            l.proven = proven;
+        }
         link
     }
 
-    /// The link to an engine, begun now if there is none.
-    pub(super) fn link_to(&mut self, address: &str, engine: &EngineId) -> LinkId {
-        let target = (address.to_owned(), engine.clone());
-        if let Some(link) = self.links.targets.get(&target) {
-            return *link;
-        }
+    pub(super) fn begin_link(&mut self, road: RoadId, address: &str) -> LinkId {
         let deadline = self.now.saturating_add(self.config.handshake);
-        let link = self.links.add(Link { stage: Stage::Connecting, target: Some(target.clone()), deadline });
-        self.links.targets.insert(target, link);
+        let link = self.links.add(Stage::Connecting, Some(road), self.now, deadline);
         self.effects.push_back(Effect::Connect { link, address: address.to_owned() });
         link
     }
 
-    /// Sends our hello, if we know what to say.
-    pub(super) fn greet(&mut self, link: LinkId) {
-        let Some(l) = self.links.links.get_mut(&link) else { return };
-        if !matches!(l.stage, Stage::Connecting | Stage::Waiting(_)) {
-            return;
-        }
-        let Some(local) = self.life.local() else {
-            if matches!(l.stage, Stage::Connecting) {
-                l.stage = Stage::Waiting(None);
-            }
-            return;
-        };
-        let expected = l.target.as_ref().map(|(_, engine)| engine.clone());
-        let (greeting, hello) = Greeting::start(local.clone(), expected);
-        let before = std::mem::replace(&mut l.stage, Stage::Greeting(greeting));
-        self.send_peer(link, PeerMessage::Hello(hello));
-        if let Stage::Waiting(Some(theirs)) = before {
-            self.on_hello(link, &theirs);
+    pub(super) fn link_is_open(&mut self, link: LinkId, proven: Option<Arc<Allowed>>) {
+        if let Some(l) = self.links.links.get_mut(&link).filter(|l| matches!(l.stage, Stage::Connecting)) {
+            l.proven = proven;
+            l.stage = Stage::Waiting(None);
+            self.speak_first(link);
         }
     }
 
-    /// Our ranks have all joined: greets those who have connected meanwhile.
+    /// Our ranks have all joined: greets those who have connected meanwhile, and those to whom we have.
     pub(super) fn greet_waiting(&mut self) {
-        let waiting: Vec<LinkId> =
-            self.links.links.iter().filter(|(_, l)| matches!(l.stage, Stage::Waiting(_))).map(|(id, _)| *id).collect();
-        for link in waiting {
-            self.greet(link);
+        let waiting = self.links.links.iter_mut().filter_map(|(id, l)| match &mut l.stage {
+            Stage::Waiting(first) => Some((*id, l.road.is_some(), first.take())),
+            _ => None,
+        });
+        let waiting: Vec<(LinkId, bool, Option<First>)> = waiting.collect();
+        for (link, ours, first) in waiting {
+            if ours {
+                self.speak_first(link);
+            }
+            if let Some(first) = first {
+                self.on_first(link, first);
+            }
+        }
+    }
+
+    fn expected(&self, link: &Link) -> Expected {
+        let engine = link.road.and_then(|road| self.roads.engine(road)).cloned();
+        Expected { engine, proven: link.proven.clone() }
+    }
+
+    /// Says our hello on a link that we have made, if we know what to say.
+    fn speak_first(&mut self, link: LinkId) {
+        let Some(local) = self.life.local().cloned() else { return };
+        let Some(l) = self.links.links.get(&link).filter(|l| matches!(l.stage, Stage::Waiting(_))) else { return };
+        let expected = self.expected(l);
+        // By digest only to whom we have met on this road, and still know.
+        let known = l.road.and_then(|road| self.roads.met(road)).filter(|d| self.links.manifests.get(*d).is_some());
+        let ours = local.manifest.digest();
+        let (greeting, message) = match known {
+            Some(yours) => {
+                let (greeting, again) = Greeting::again(local, expected, yours);
+                (greeting, PeerMessage::Again(again))
+            }
+            None => {
+                let (greeting, hello) = Greeting::start(local, expected);
+                (greeting, PeerMessage::Hello(hello))
+            }
+        };
+        if let Some(l) = self.links.links.get_mut(&link) {
+            (l.stage, l.ours, l.briefly) = (Stage::Greeting(greeting), Some(ours), known.is_some());
+        }
+        self.send_peer(link, message);
+    }
+
+    /// What the other end has said first, on a link that it has made.
+    fn on_first(&mut self, link: LinkId, first: First) {
+        let Some(l) = self.links.links.get(&link) else { return };
+        if !matches!(l.stage, Stage::Waiting(_)) {
+            // Both spoke at once: a neighbour that doesn't wait. Our own hello is sent.
+            return match first {
+                First::Hello(hello) => self.on_hello(link, &hello),
+                First::Again(again) => self.on_again(link, &again),
+            };
+        }
+        let Some(local) = self.life.local().cloned() else {
+            if let Some(l) = self.links.links.get_mut(&link) {
+                l.stage = Stage::Waiting(Some(first));
+            }
+            return;
+        };
+        let (ours, expected) = (local.manifest.digest(), self.expected(l));
+        let theirs = match &first {
+            First::Hello(hello) => (hello.digest, None),
+            First::Again(again) => (again.digest, Some(again.yours)),
+        };
+        let (greeting, answer) = if theirs.1 == Some(ours) {
+            let (greeting, again) = Greeting::again(local, expected, theirs.0);
+            (greeting, PeerMessage::Again(again))
+        } else {
+            let (greeting, hello) = Greeting::start(local, expected);
+            (greeting, PeerMessage::Hello(hello))
+        };
+        let met = match &first {
+            First::Hello(hello) => greeting.on_hello(hello).map(Met::Established),
+            First::Again(again) => greeting.on_again(again, self.links.manifests.get(again.digest)),
+        };
+        if let Some(l) = self.links.links.get_mut(&link) {
+            l.ours = Some(ours);
+        }
+        match met {
+            Ok(met) => {
+                // A manifest that is asked for comes before whatever follows our answer.
+                if matches!(met, Met::Lacking(_)) {
+                    self.send_peer(link, PeerMessage::ManifestWanted);
+                }
+                self.send_peer(link, answer);
+                self.on_met(link, met);
+            }
+            Err(refusal) => self.refuse_link(link, texts(&refusal)),
         }
     }
 
     pub(super) fn on_peer_message(&mut self, link: LinkId, message: PeerMessage) {
-        let Some(l) = self.links.links.get(&link) else { return };
+        let Some(l) = self.links.links.get_mut(&link) else { return };
         match (&l.stage, message) {
-            (Stage::Waiting(None), PeerMessage::Hello(hello)) => {
-                if let Some(l) = self.links.links.get_mut(&link) {
-                    l.stage = Stage::Waiting(Some(Box::new(hello)));
+            (Stage::Waiting(None), PeerMessage::Hello(hello)) => self.on_first(link, First::Hello(Box::new(hello))),
+            (Stage::Waiting(None), PeerMessage::Again(again)) => self.on_first(link, First::Again(again)),
+            (Stage::Greeting(_), PeerMessage::Hello(hello)) => self.on_hello(link, &hello),
+            (Stage::Greeting(_), PeerMessage::Again(again)) => self.on_again(link, &again),
+            (Stage::Greeting(_) | Stage::Lacking(_) | Stage::Up(_), PeerMessage::ManifestWanted)
+                if l.briefly && !l.supplied =>
+            {
+                l.supplied = true;
+                if let Some(local) = self.life.local() {
+                    let manifest = local.manifest.clone();
+                    self.send_peer(link, PeerMessage::Manifest(manifest));
                 }
             }
-            (Stage::Greeting(_), PeerMessage::Hello(hello)) => self.on_hello(link, &hello),
-            (Stage::Up(..), PeerMessage::Bind(bind)) => self.on_bind(link, &bind),
-            (Stage::Up(..), PeerMessage::BindAnswer(answer)) => self.on_bind_answer(link, answer),
-            (Stage::Up(..), PeerMessage::Release(release)) => self.on_release(link, &release),
-            (Stage::Up(..), PeerMessage::ReleaseAnswer(answer)) => self.on_release_answer(link, &answer),
-            (Stage::Up(..), PeerMessage::RunDigest(question)) => self.on_run_digest(link, question),
-            (Stage::Up(..), PeerMessage::RunDigestAnswer(answer)) => self.on_run_digest_answer(link, answer),
-            (Stage::Up(..), PeerMessage::Gather(question)) => self.on_gather(link, question),
-            (Stage::Up(..), PeerMessage::GatherAnswer(answer)) => self.on_gather_answer(link, answer),
+            (Stage::Lacking(_), PeerMessage::Manifest(manifest)) => self.on_manifest(link, manifest),
             (_, PeerMessage::Refused(reasons)) => {
                 self.effects.push_back(Effect::ClosePeer { link });
                 self.drop_link(link, reasons);
             }
-            _ => self.refuse_link(link, vec!["a message came that does not belong here in the conversation".into()]),
+            (Stage::Up(_), message) => {
+                if !matches!(message, PeerMessage::Heartbeat(_) | PeerMessage::HeartbeatAnswer(_)) {
+                    l.used = self.now;
+                }
+                self.on_message_of_peer(link, message);
+            }
+            _ => self.refuse_link(link, vec![MISPLACED.into()]),
+        }
+    }
+
+    fn on_message_of_peer(&mut self, link: LinkId, message: PeerMessage) {
+        match message {
+            PeerMessage::Bind(bind) => self.on_bind(link, &bind),
+            PeerMessage::BindAnswer(answer) => self.on_bind_answer(link, answer),
+            PeerMessage::Release(release) => self.on_release(link, &release),
+            PeerMessage::ReleaseAnswer(answer) => self.on_release_answer(link, &answer),
+            PeerMessage::Heartbeat(beat) => self.on_heartbeat(link, beat),
+            PeerMessage::HeartbeatAnswer(answer) => self.on_heartbeat_answer(link, answer),
+            PeerMessage::Closed(notice) => self.on_lease_closed(link, &notice),
+            PeerMessage::RunDigest(question) => self.on_run_digest(link, question),
+            PeerMessage::RunDigestAnswer(answer) => self.on_run_digest_answer(link, answer),
+            PeerMessage::Gather(question) => self.on_gather(link, question),
+            PeerMessage::GatherAnswer(answer) => self.on_gather_answer(link, answer),
+            _ => self.refuse_link(link, vec![MISPLACED.into()]),
         }
     }
 
     fn on_hello(&mut self, link: LinkId, hello: &Hello) {
-        let Some(l) = self.links.links.get_mut(&link) else { return };
+        self.judge(link, |greeting, _| greeting.on_hello(hello).map(Met::Established));
+    }
+
+    fn on_again(&mut self, link: LinkId, again: &Again) {
+        self.judge(link, |greeting, manifests| greeting.on_again(again, manifests.get(again.digest)));
+    }
+
+    fn judge(&mut self, link: LinkId, met: impl FnOnce(Greeting, &Remembered) -> Result<Met, Refusal>) {
+        let Some(l) = self.links.links.get(&link) else { return };
         let Stage::Greeting(greeting) = &l.stage else { return };
-        let greeting = greeting.clone();
-        match greeting.on_hello(hello) {
-            Ok(established) => {
-                l.stage = Stage::Up(established.peer, established.abilities);
-                self.link_up_for_pulls(link);
+        match met(greeting.clone(), &self.links.manifests) {
+            Ok(met) => {
+                if matches!(met, Met::Lacking(_)) {
+                    self.send_peer(link, PeerMessage::ManifestWanted);
+                }
+                self.on_met(link, met);
             }
-            Err(refusal) => self.refuse_link(link, refusal.0.iter().map(ToString::to_string).collect()),
+            Err(refusal) => self.refuse_link(link, texts(&refusal)),
+        }
+    }
+
+    fn on_met(&mut self, link: LinkId, met: Met) {
+        match met {
+            Met::Established(established) => self.is_up(link, established),
+            Met::Lacking(lacking) => {
+                if let Some(l) = self.links.links.get_mut(&link) {
+                    l.stage = Stage::Lacking(lacking);
+                }
+            }
+        }
+    }
+
+    fn on_manifest(&mut self, link: LinkId, manifest: Arc<EngineManifest>) {
+        let Some(l) = self.links.links.get(&link) else { return };
+        let Stage::Lacking(lacking) = &l.stage else { return };
+        match lacking.clone().on_manifest(manifest) {
+            Ok(established) => self.is_up(link, established),
+            Err(refusal) => self.refuse_link(link, texts(&refusal)),
+        }
+    }
+
+    fn is_up(&mut self, link: LinkId, established: Established) {
+        let (now, version) = (self.now, established.version);
+        let peer = established.peer.clone();
+        let Some(l) = self.links.links.get_mut(&link) else { return };
+        (l.stage, l.up, l.used) = (Stage::Up(established), now, now);
+        let (took, road) = (now.saturating_sub(l.began), l.road);
+        match self.config.idle {
+            Some(idle) => self.links.due.set(link, now.saturating_add(idle)),
+            None => self.links.due.remove(link),
+        }
+        self.links.manifests.note(&peer, self.config.limits.manifests);
+        self.effects.push_back(Effect::LinkUp { link, peer: peer.engine().clone(), version, took });
+        if let Some(road) = road {
+            self.road_is_up(road, link, (version >= Versions::LEASES).then(|| peer.digest()));
         }
     }
 
@@ -174,56 +428,95 @@ impl OwnerSession {
         self.drop_link(link, reasons);
     }
 
+    /// Closes a link that nobody uses.
+    pub(super) fn close_link(&mut self, link: LinkId, reason: &str) {
+        self.effects.push_back(Effect::ClosePeer { link });
+        self.lose_link(link, reason);
+    }
+
     /// The link broke by itself.
     pub(super) fn lose_link(&mut self, link: LinkId, reason: &str) {
-        self.remove_link(link, |address| FailureCause::Link { address, reason: reason.to_owned() });
+        self.remove_link(link, vec![reason.to_owned()], false);
     }
 
     /// The link was given up by one of the owners.
     fn drop_link(&mut self, link: LinkId, reasons: Vec<String>) {
-        self.remove_link(link, |address| FailureCause::Handshake { address, reasons });
+        self.remove_link(link, reasons, true);
     }
 
-    fn remove_link(&mut self, link: LinkId, cause: impl FnOnce(String) -> FailureCause) {
+    fn remove_link(&mut self, link: LinkId, reasons: Vec<String>, refused: bool) {
         let Some(gone) = self.links.links.remove(&link) else { return };
-        let mut address = String::new();
-        if let Some(target) = gone.target {
-            self.links.targets.remove(&target);
-            address = target.0;
-        }
-        let cause = cause(address);
+        self.links.due.remove(link);
+        self.beats_end(link);
+        let address = gone.road.and_then(|road| self.roads.address(road)).map(str::to_owned);
         self.link_lost_in_leases(link);
-        self.link_lost_in_pulls(link, &cause);
-        if let Stage::Up(peer, _) = gone.stage
-            && !self.links.is_known_elsewhere(peer.digest())
-        {
-            self.links.known.remove(&peer.digest());
-            self.forget(peer.digest());
+        match gone.stage {
+            Stage::Up(Established { peer, .. }) => {
+                let reason = reasons.join("; ");
+                let at = address.unwrap_or_default();
+                let cause = if refused {
+                    FailureCause::Handshake { address: at, reasons }
+                } else {
+                    FailureCause::Link { address: at, reason: reason.clone() }
+                };
+                self.link_lost_in_pulls(link, &cause);
+                self.effects.push_back(Effect::LinkDown { link, peer: peer.engine().clone(), reason });
+                if let Some(road) = gone.road {
+                    self.road_is_down(road, link);
+                }
+                if !self.links.is_known_elsewhere(peer.digest()) {
+                    self.links.known.remove(&peer.digest());
+                    self.forget(peer.digest());
+                }
+            }
+            _ => {
+                // A neighbour that was met before may not know brief hellos any more: that is no answer to a whole one.
+                let refused = refused && !gone.briefly;
+                self.effects.push_back(Effect::LinkFailed { address, reasons: reasons.clone(), refused });
+                if let Some(road) = gone.road {
+                    self.road_failed(road, link, reasons, refused);
+                }
+            }
         }
     }
 
+    /// Sends away those whose hello takes too long, and closes links of which nothing has been asked for long.
     pub(super) fn expire_links(&mut self) {
-        let now = self.now;
-        let late = |l: &Link| !matches!(l.stage, Stage::Up(..)) && l.deadline <= now;
-        let late: Vec<LinkId> = self.links.links.iter().filter(|(_, l)| late(l)).map(|(id, _)| *id).collect();
-        for link in late {
-            let reason = format!("no handshake within {:?}", self.config.handshake);
-            self.effects.push_back(Effect::ClosePeer { link });
-            self.lose_link(link, &reason);
+        while let Some(link) = self.links.due.take_due(self.now) {
+            let Some(l) = self.links.links.get(&link) else { continue };
+            if !matches!(l.stage, Stage::Up(_)) {
+                let reason = format!("no handshake within {:?}", self.config.handshake);
+                self.close_link(link, &reason);
+                continue;
+            }
+            let Some(idle) = self.config.idle else { continue };
+            let until = l.used.saturating_add(idle);
+            if self.is_in_use(link) {
+                self.links.due.set(link, self.now.saturating_add(idle));
+            } else if until > self.now {
+                self.links.due.set(link, until);
+            } else {
+                self.close_link(link, &format!("nothing was asked of it for {idle:?}"));
+            }
         }
+    }
+
+    /// Whether a request reads over it, or has bound something.
+    pub(super) fn is_in_use(&self, link: LinkId) -> bool {
+        self.pulls.uses(link) || self.leases.uses(link)
     }
 
     /// What we know of the peer at a link when it reads from us.
-    pub(super) fn serving(&mut self, link: LinkId) -> Option<Met<'_>> {
+    pub(super) fn serving(&mut self, link: LinkId) -> Option<Acquainted<'_>> {
         self.met(link, Acquaintance::serving)
     }
 
     /// What we know of the peer at a link when we read from it.
-    pub(super) fn reading(&mut self, link: LinkId) -> Option<Met<'_>> {
+    pub(super) fn reading(&mut self, link: LinkId) -> Option<Acquainted<'_>> {
         self.met(link, Acquaintance::reading)
     }
 
-    fn met(&mut self, link: LinkId, way: Way) -> Option<Met<'_>> {
+    fn met(&mut self, link: LinkId, way: Way) -> Option<Acquainted<'_>> {
         let peer = self.links.peer(link)?.clone();
         let ours = self.life.local()?.manifest.cache().clone();
         let known = self.links.known.entry(peer.digest()).or_default();
@@ -232,8 +525,14 @@ impl OwnerSession {
     }
 }
 
+const MISPLACED: &str = "a message came that does not belong here in the conversation";
+
+fn texts(refusal: &Refusal) -> Vec<String> {
+    refusal.0.iter().map(ToString::to_string).collect()
+}
+
 /// A peer, and what moves in one of the two directions.
-type Met<'a> = (Arc<EngineManifest>, Result<&'a mut Direction, PairingError>);
+type Acquainted<'a> = (Arc<EngineManifest>, Result<&'a mut Direction, PairingError>);
 /// Which direction: [`Acquaintance::serving`] or [`Acquaintance::reading`].
 type Way = for<'a> fn(
     &'a mut Acquaintance,

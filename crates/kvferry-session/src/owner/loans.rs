@@ -14,7 +14,7 @@ use kvferry_geometry::units::{BlockId, GroupId, Name, RankId, TokenRange, Tokens
 use kvferry_proto::rank::PullId;
 
 /// A block or slot of a group.
-type Place = (GroupId, BlockId);
+pub(super) type Place = (GroupId, BlockId);
 
 /// Who has a block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -130,6 +130,19 @@ impl Loans {
         {
             self.write_ended(id, places, &[]);
         }
+    }
+
+    /// A rank has joined anew: nothing of its former life writes to its memory any more.
+    pub(super) fn rank_is_new(&mut self, rank: RankId) {
+        let waiting: Vec<PullId> = self.quarantine.keys().copied().collect();
+        for id in waiting {
+            self.stopped(id, rank);
+        }
+    }
+
+    /// Requests that have left blocks in quarantine: how many, and for which ranks.
+    pub(super) fn in_doubt(&self) -> impl Iterator<Item = (PullId, usize, Vec<RankId>)> {
+        self.quarantine.iter().map(|(id, (places, ranks))| (*id, places.len(), ranks.iter().copied().collect()))
     }
 
     /// Blocks in quarantine.

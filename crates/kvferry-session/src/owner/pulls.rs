@@ -1,28 +1,31 @@
-//! The consumer's side: requests, from the wish to their one end.
+//! The consumer's side: requests, from the wish to the end of their reads. How they end stands in [`ends`](super::ends).
 
-use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, Life, LinkId, OwnerSession, PullId, PullWish, dst_counts};
+use super::{
+    BTreeMap, BTreeSet, Duration, Effect, Fence, LeaseId, Life, LinkId, OwnerSession, PullId, PullWish, dst_counts,
+};
 
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
-use kvferry_proto::handshake::Abilities;
-use kvferry_proto::names::pairing_salt;
+use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage,
-    ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Window,
+    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd, Release, ReleaseAnswer,
 };
 use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
 
-use super::loans::written;
+use super::ends::lost;
+use super::loans::{Place, written};
+use super::roads::RoadId;
+use super::timers::Timers;
 use crate::assurance::{Assured, served};
-use crate::outcome::{self, Delivered, Failed, FailureCause, GroupOutcome, Report};
+use crate::outcome::{self, Delivered, Failed, FailureCause, GroupOutcome, Phase, Phases, Report, Times};
 
 #[derive(Debug)]
-enum State {
+pub(super) enum State {
     /// The link is not up.
     Linking(Wanted),
-    /// The producer was asked.
-    Asking(Asking),
+    /// The producer was asked, then.
+    Asking(Asking, Duration),
     /// Ranks read.
     Reading(Reading),
     /// It has failed; ranks are stopping. `None`: the ranks' own faults are the cause.
@@ -34,161 +37,352 @@ enum State {
 }
 
 impl State {
-    fn waiting_for(&self) -> &'static str {
+    fn phase(&self) -> Option<Phase> {
+        Some(match self {
+            Self::Linking(_) => Phase::Link,
+            Self::Asking(..) => Phase::Bind,
+            Self::Reading(_) => Phase::Read,
+            Self::Stopping { .. } => Phase::Stop,
+            Self::Releasing(..) => Phase::Release,
+            Self::Moving => return None,
+        })
+    }
+
+    /// Our ranks that have not ended.
+    pub(super) fn pending(&self) -> Vec<RankId> {
+        match self {
+            Self::Reading(reading) | Self::Stopping { reading, .. } => reading.pending().collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    pub(super) fn waiting_for(&self) -> &'static str {
         match self {
             Self::Linking(_) => "waiting for the link to the producer's owner",
-            Self::Asking(_) => "waiting for the producer to bind the lease",
-            Self::Reading(_) | Self::Stopping { .. } => "waiting for ranks to read",
+            Self::Asking(..) => "waiting for the producer to bind the lease",
+            Self::Reading(_) => "waiting for ranks to read",
+            Self::Stopping { .. } => "waiting for ranks to stop",
             Self::Releasing(..) | Self::Moving => "waiting for the producer's verdict",
         }
     }
 }
 
+/// What was asked of the producer about a request's reads, and has not been answered: of which of its ranks, for which of ours.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    pub(super) digests: BTreeSet<(RankId, RankId)>,
+    pub(super) gathers: BTreeSet<(RankId, RankId)>,
+}
+
 #[derive(Debug)]
-struct Pull {
-    wish: PullWish,
-    link: LinkId,
-    pairing: Option<Pairing>,
-    /// Digests that were asked for and have not come: of which producer rank, for which of ours.
-    questions: BTreeSet<(RankId, RankId)>,
-    /// What was asked to be gathered and has not been, likewise.
-    gathers: BTreeSet<(RankId, RankId)>,
-    groups: Outcomes,
-    started: Duration,
-    state: State,
+pub(super) struct Pull {
+    pub(super) wish: PullWish,
+    pub(super) road: RoadId,
+    /// The link that it goes over, once it is up.
+    pub(super) link: Option<LinkId>,
+    pub(super) pairing: Option<Pairing>,
+    pub(super) asked: Asked,
+    pub(super) groups: Outcomes,
+    /// The blocks and slots that it writes.
+    pub(super) places: Vec<Place>,
+    pub(super) started: Duration,
+    /// By when it must have ended.
+    deadline: Duration,
+    /// When its lease ends, as far as is known here; `None`: it has no end, or none is known.
+    lease_end: Option<Duration>,
+    pub(super) attempt: Attempt,
+    pub(super) state: State,
+    /// What it does, and since when.
+    phase: Phase,
+    pub(super) since: Duration,
+    phases: Phases,
 }
 
 /// What of our groups is in place when the request ends.
 #[derive(Debug)]
-struct Outcomes {
+pub(super) struct Outcomes {
     /// Where it fails.
-    kept: Vec<GroupOutcome>,
+    pub(super) kept: Vec<GroupOutcome>,
     /// Where it is delivered.
-    delivered: Vec<GroupOutcome>,
+    pub(super) delivered: Vec<GroupOutcome>,
 }
 
 impl Pull {
-    fn deadline(&self) -> Duration {
+    /// The lease, by the attempt that reads it now.
+    pub(super) fn fence(&self) -> Fence {
+        Fence { attempt: self.attempt, ..self.wish.fence.clone() }
+    }
+
+    /// When it is looked at again if nothing happens.
+    fn due(&self) -> Duration {
         match &self.state {
             State::Stopping { until, .. } => *until,
-            _ => self.started.saturating_add(self.wish.deadline),
+            State::Reading(_) => self.lease_end.map_or(self.deadline, |end| end.min(self.deadline)),
+            _ => self.deadline,
         }
+    }
+
+    pub(super) fn is_late(&self, now: Duration) -> bool {
+        self.deadline <= now
+    }
+
+    /// Whether its lease's time is up while it is read.
+    pub(super) fn is_expired(&self, now: Duration) -> bool {
+        matches!(self.state, State::Reading(_)) && self.lease_end.is_some_and(|end| end <= now)
+    }
+
+    pub(super) fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    pub(super) fn lease_end(&self) -> Option<Duration> {
+        self.lease_end
+    }
+
+    pub(super) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    pub(super) fn times(&mut self, now: Duration) -> Times {
+        self.phase_ends(now);
+        let attempts = self.attempt.get().saturating_sub(self.wish.fence.attempt.get()).saturating_add(1);
+        Times { attempts, phases: self.phases, took: now.saturating_sub(self.started) }
+    }
+
+    fn phase_ends(&mut self, now: Duration) {
+        self.phases.add(self.phase, now.saturating_sub(self.since));
+        self.since = now;
     }
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Pulls {
     last: u64,
-    open: BTreeMap<PullId, Pull>,
-    by_fence: BTreeMap<Fence, PullId>,
+    pub(super) open: BTreeMap<PullId, Pull>,
+    /// By lease, whatever the attempt, and its engine.
+    by_lease: BTreeMap<(LeaseId, kvferry_proto::names::Epoch), PullId>,
+    pub(super) due: Timers<PullId>,
+    /// Those that go over each link.
+    on_link: BTreeMap<LinkId, BTreeSet<PullId>>,
 }
 
 impl Pulls {
-    pub(super) fn next_deadline(&self) -> Option<Duration> {
-        self.open.values().map(Pull::deadline).min()
+    pub(super) fn next_due(&self) -> Option<Duration> {
+        self.due.next()
+    }
+
+    pub(super) fn uses(&self, link: LinkId) -> bool {
+        self.on_link.contains_key(&link)
     }
 
     /// Whether nothing is kept of any request.
-    #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.open.is_empty() && self.by_fence.is_empty()
+        self.open.is_empty()
+    }
+
+    /// Whether nothing at all is left over.
+    #[cfg(test)]
+    pub(super) fn is_clean(&self) -> bool {
+        self.open.is_empty() && self.by_lease.is_empty() && self.due.is_empty() && self.on_link.is_empty()
     }
 
     /// The requests whose share of this rank has not ended.
     #[cfg(test)]
     pub(super) fn pending(&self, rank: RankId) -> Vec<PullId> {
-        let waits = |p: &Pull| match &p.state {
-            State::Reading(reading) | State::Stopping { reading, .. } => reading.is_pending(rank),
-            _ => false,
-        };
-        self.open.iter().filter(|(_, p)| waits(p)).map(|(id, _)| *id).collect()
+        self.open.iter().filter(|(_, p)| p.state.pending().contains(&rank)).map(|(id, _)| *id).collect()
     }
 
-    /// The request for a lease on a link.
-    fn find(&self, fence: &Fence, link: LinkId) -> Option<PullId> {
-        let id = *self.by_fence.get(fence)?;
-        (self.open.get(&id)?.link == link).then_some(id)
+    /// The request that reads a lease by this attempt, over this link.
+    pub(super) fn find(&self, fence: &Fence, link: LinkId) -> Option<PullId> {
+        let id = *self.by_lease.get(&(fence.lease, fence.epoch))?;
+        let pull = self.open.get(&id)?;
+        let same = pull.link == Some(link) && pull.attempt == fence.attempt && pull.wish.fence.engine == fence.engine;
+        same.then_some(id)
     }
 
     /// Takes the state out; put another back in the same call.
-    fn take(&mut self, id: PullId) -> Option<State> {
+    pub(super) fn take(&mut self, id: PullId) -> Option<State> {
         Some(std::mem::replace(&mut self.open.get_mut(&id)?.state, State::Moving))
     }
 
-    fn put(&mut self, id: PullId, state: State) {
+    /// The leases with an end that are read over a link.
+    pub(super) fn ending_leases(&self, link: LinkId) -> Vec<(PullId, (LeaseId, Attempt))> {
+        let of_link = self.on_link.get(&link).into_iter().flatten();
+        let ending = of_link.filter_map(|id| {
+            let pull = self.open.get(id).filter(|p| p.lease_end.is_some() && !matches!(p.state, State::Asking(..)))?;
+            Some((*id, (pull.wish.fence.lease, pull.attempt)))
+        });
+        ending.collect()
+    }
+
+    /// The end of a request's lease is known to be later than it was, or not to be.
+    pub(super) fn extend(&mut self, id: PullId, end: Option<Duration>) {
         if let Some(pull) = self.open.get_mut(&id) {
-            pull.state = state;
+            pull.lease_end = match (pull.lease_end, end) {
+                (Some(before), Some(end)) => Some(before.max(end)),
+                _ => None,
+            };
+            self.due.set(id, pull.due());
         }
     }
 
-    fn on_link(&self, link: LinkId) -> Vec<PullId> {
-        self.open.iter().filter(|(_, p)| p.link == link).map(|(id, _)| *id).collect()
+    pub(super) fn on_link(&self, link: LinkId) -> Vec<PullId> {
+        self.on_link.get(&link).into_iter().flatten().copied().collect()
+    }
+
+    fn go_over(&mut self, id: PullId, link: LinkId) {
+        if let Some(pull) = self.open.get_mut(&id) {
+            pull.link = Some(link);
+            self.on_link.entry(link).or_default().insert(id);
+        }
+    }
+
+    /// Nothing is kept of it.
+    pub(super) fn remove(&mut self, id: PullId) -> Option<Pull> {
+        let pull = self.open.remove(&id)?;
+        self.by_lease.remove(&(pull.wish.fence.lease, pull.wish.fence.epoch));
+        self.due.remove(id);
+        if let Some(link) = pull.link
+            && let Some(on_link) = self.on_link.get_mut(&link)
+        {
+            on_link.remove(&id);
+            if on_link.is_empty() {
+                self.on_link.remove(&link);
+            }
+        }
+        Some(pull)
     }
 }
 
 impl OwnerSession {
+    /// Puts a state in, and tells of the phase that it begins.
+    pub(super) fn put(&mut self, id: PullId, state: State) {
+        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
+        pull.state = state;
+        self.pulls.due.set(id, pull.due());
+    }
+
+    /// As [`put`](Self::put), for a state of another phase.
+    pub(super) fn enter(&mut self, id: PullId, state: State) {
+        let now = self.now;
+        if let (Some(pull), Some(phase)) = (self.pulls.open.get_mut(&id), state.phase()) {
+            pull.phase_ends(now);
+            pull.phase = phase;
+            self.effects.push_back(Effect::Phase { pull: id, phase });
+        }
+        self.put(id, state);
+    }
+
     pub(super) fn start_pull(&mut self, wish: PullWish) -> PullId {
         self.pulls.last += 1;
         let id = PullId(self.pulls.last);
-        let (blocks, states) = dst_counts(&wish.groups);
-        let refused = match &self.life {
-            Life::Assembling(_) => Some(FailureCause::NotReady),
-            Life::Broken(_, rank, reason) => Some(FailureCause::RankLost { rank: *rank, reason: reason.clone() }),
-            Life::Ready(_) => match served(wish.assurance) {
-                Err(error) => Some(error.into()),
-                Ok(()) if self.pulls.by_fence.contains_key(&wish.fence) => {
-                    Some(FailureCause::Refused(BindRefusal::AlreadyBound))
-                }
-                Ok(()) if blocks > MAX_REQUEST_BLOCKS => {
-                    Some(FailureCause::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS })
-                }
-                Ok(()) if states > MAX_REQUEST_STATES => {
-                    Some(FailureCause::TooManyStates { got: states, limit: MAX_REQUEST_STATES })
-                }
-                Ok(()) => None,
-            },
-        };
         let manifest = self.life.local().map(|l| l.manifest.cache().clone());
-        let refused = refused.or_else(|| {
-            let m = manifest.as_ref()?;
-            self.loans.write(m, id, &written(m, wish.tokens, &wish.groups)).err().map(FailureCause::Overlap)
-        });
+        let mut places = Vec::new();
+        let mut refused = self.refuses(&wish);
+        if refused.is_none()
+            && let Some(m) = &manifest
+        {
+            places = written(m, wish.tokens, &wish.groups);
+            refused = self.loans.write(m, id, &places).err().map(FailureCause::Overlap);
+        }
         let kept = manifest.map(|m| outcome::kept(&m, wish.tokens, &wish.groups)).unwrap_or_default();
         if let Some(cause) = refused {
-            let report = Report::empty(wish.fence, wish.assurance, Duration::ZERO, kept);
+            let times = Times { attempts: 1, ..Times::default() };
+            let report = Report::empty(wish.fence, wish.assurance, times, kept);
             let result = Box::new(Err(Failed { cause, report }));
             self.effects.push_back(Effect::PullEnded { pull: id, result });
             return id;
         }
-        let link = self.link_to(&wish.address, &wish.fence.engine);
-        self.pulls.by_fence.insert(wish.fence.clone(), id);
+        let road = self.road_to(&wish.address, &wish.fence.engine);
+        self.pulls.by_lease.insert((wish.fence.lease, wish.fence.epoch), id);
         let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
-        let (started, groups) = (self.now, Outcomes { kept, delivered: Vec::new() });
-        let (questions, gathers) = (BTreeSet::new(), BTreeSet::new());
-        let pull = Pull { wish, link, pairing: None, questions, gathers, groups, started, state };
+        let (started, deadline) = (self.now, self.now.saturating_add(wish.deadline));
+        let pull = Pull {
+            attempt: wish.fence.attempt,
+            wish,
+            road,
+            link: None,
+            pairing: None,
+            asked: Asked::default(),
+            groups: Outcomes { kept, delivered: Vec::new() },
+            places,
+            started,
+            deadline,
+            lease_end: None,
+            state,
+            phase: Phase::Link,
+            since: started,
+            phases: Phases::default(),
+        };
         self.pulls.open.insert(id, pull);
-        if self.links.peer(link).is_some() {
-            self.ask(id);
+        self.pulls.due.set(id, deadline);
+        self.effects.push_back(Effect::Phase { pull: id, phase: Phase::Link });
+        match self.roads.link(road) {
+            Some(link) if self.links.peer(link).is_some() => self.ask(id, link),
+            _ => self.wait_for_link(road, id),
         }
         id
     }
 
-    pub(super) fn link_up_for_pulls(&mut self, link: LinkId) {
-        for id in self.pulls.on_link(link) {
-            self.ask(id);
+    fn refuses(&self, wish: &PullWish) -> Option<FailureCause> {
+        match &self.life {
+            Life::Assembling => return Some(FailureCause::NotReady),
+            Life::Broken { rank, reason, .. } => {
+                return Some(FailureCause::RankLost { rank: *rank, reason: reason.clone() });
+            }
+            Life::Ready(_) => {}
         }
+        if self.service.is_draining() {
+            return Some(FailureCause::Draining);
+        }
+        if let Err(error) = served(wish.assurance) {
+            return Some(error.into());
+        }
+        let limit = self.config.limits.pulls;
+        if self.pulls.open.len() >= limit {
+            return Some(FailureCause::TooManyPulls { limit });
+        }
+        if self.pulls.by_lease.contains_key(&(wish.fence.lease, wish.fence.epoch)) {
+            return Some(FailureCause::Refused(BindRefusal::AlreadyBound));
+        }
+        let (blocks, states) = dst_counts(&wish.groups);
+        if blocks > MAX_REQUEST_BLOCKS {
+            return Some(FailureCause::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS });
+        }
+        if states > MAX_REQUEST_STATES {
+            return Some(FailureCause::TooManyStates { got: states, limit: MAX_REQUEST_STATES });
+        }
+        None
     }
 
-    fn ask(&mut self, id: PullId) {
+    /// The link is up: asks the producer, or finds that this link will not do.
+    pub(super) fn ask(&mut self, id: PullId, link: LinkId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
-        let (link, fence) = (pull.link, pull.wish.fence.clone());
-        let salt = pairing_salt(&self.config.engine, fence.lease);
+        let (road, fence, started) = (pull.road, pull.fence(), pull.started);
+        let epoch = self.links.peer(link).map(|peer| peer.epoch());
+        let (Some((up, ours)), Some(epoch)) = (self.links.standing(link), epoch) else {
+            return self.wait_for_link(road, id);
+        };
+        let current = self.life.local().map(|l| l.manifest.digest());
+        // A link that is older than the request may know less than the reference: either engine may have a new epoch since.
+        if (epoch != fence.epoch && up < started) || ours != current {
+            return self.renew_link(road, id);
+        }
+        if epoch != fence.epoch {
+            return self.stop(id, FailureCause::StaleEpoch { reference: fence.epoch, current: epoch });
+        }
+        self.pulls.go_over(id, link);
+        self.links.used(link, self.now);
+        self.bind(id, link);
+    }
+
+    /// Binds the lease by the attempt that is due.
+    fn bind(&mut self, id: PullId, link: LinkId) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let fence = pull.fence();
+        let salt = pairing_salt(&self.config.engine, fence.lease, fence.attempt);
         let (options, compat) = (self.peer_options(salt), self.config.compat);
         let Some((peer, direction)) = self.reading(link) else { return };
-        if peer.epoch() != fence.epoch {
-            let (reference, current) = (fence.epoch, peer.epoch());
-            return self.stop(id, FailureCause::StaleEpoch { reference, current });
-        }
         let map = match direction.and_then(|d| d.map(options)) {
             Ok(map) => map,
             Err(error) => return self.stop(id, error.into()),
@@ -196,39 +390,70 @@ impl OwnerSession {
         match self.pulls.take(id) {
             Some(State::Linking(wanted)) => {
                 let (asking, bind) = wanted.ask(salt, map.digest());
-                self.pulls.put(id, State::Asking(asking));
                 if let Some(pull) = self.pulls.open.get_mut(&id) {
                     pull.pairing = Some(Pairing { peer: peer.digest(), options, compat, peer_map: map.digest() });
                 }
+                self.enter(id, State::Asking(asking, self.now));
                 self.send_peer(link, PeerMessage::Bind(bind));
             }
-            Some(other) => self.pulls.put(id, other),
+            Some(other) => self.put(id, other),
             None => {}
         }
     }
 
     pub(super) fn on_bind_answer(&mut self, link: LinkId, answer: BindAnswer) {
-        let fence = match &answer {
-            BindAnswer::Bound(grant) => &grant.fence,
-            BindAnswer::Refused { fence, .. } => fence,
+        let (fence, left) = match &answer {
+            BindAnswer::Bound(grant) => (&grant.fence, grant.time_left),
+            BindAnswer::Refused { fence, .. } => (fence, None),
         };
         let Some(id) = self.pulls.find(fence, link) else { return };
         match self.pulls.take(id) {
-            Some(State::Asking(asking)) => match asking.on_answer(answer) {
-                Step::Next(Ok(granted)) => self.read(id, granted),
-                Step::Next(Err(reason)) => self.fail(id, FailureCause::Refused(reason), None),
-                Step::Ignored(same) | Step::Waiting(same) => self.pulls.put(id, State::Asking(same)),
+            Some(State::Asking(asking, sent)) => match asking.on_answer(answer) {
+                Step::Next(Ok(granted)) => {
+                    // Counted from when it was asked: never later than the producer counts.
+                    let end = left.map(|left| sent.saturating_add(left));
+                    if let Some(pull) = self.pulls.open.get_mut(&id) {
+                        pull.lease_end = end;
+                    }
+                    let margin = self.config.lease.margin;
+                    match end.map(|end| end.saturating_sub(self.now)) {
+                        Some(left) if left <= margin => {
+                            self.give_back(id, link, granted, FailureCause::LeaseExpired { left, margin });
+                        }
+                        Some(_) => {
+                            self.beat_for(link);
+                            self.read(id, link, granted);
+                        }
+                        None => self.read(id, link, granted),
+                    }
+                }
+                Step::Next(Err(reason)) => {
+                    self.release_former(id, link);
+                    self.fail(id, FailureCause::Refused(reason), None);
+                }
+                Step::Ignored(same) | Step::Waiting(same) => self.put(id, State::Asking(same, sent)),
             },
-            Some(other) => self.pulls.put(id, other),
+            Some(other) => self.put(id, other),
             None => {}
         }
     }
 
-    fn read(&mut self, id: PullId, granted: Granted) {
+    /// A further attempt was refused: the one before it is still bound at the producer.
+    pub(super) fn release_former(&mut self, id: PullId, link: LinkId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
-        let (link, wish, pairing) = (pull.link, &pull.wish, pull.pairing);
+        let former = pull.attempt.get().checked_sub(1).filter(|n| *n >= pull.wish.fence.attempt.get());
+        if let Some(former) = former {
+            let fence = Fence { attempt: Attempt::new(former), ..pull.wish.fence.clone() };
+            self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
+        }
+    }
+
+    fn read(&mut self, id: PullId, link: LinkId, granted: Granted) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (wish, pairing) = (&pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
-        let assurance = wish.assurance;
+        let (assurance, priority) = (wish.assurance, wish.priority);
+        let deadline = Some(pull.deadline.saturating_sub(self.now));
         let (Some(pairing), Some((peer, direction))) = (pairing, self.reading(link)) else {
             return self.give_back(id, link, granted, FailureCause::NotReady);
         };
@@ -252,10 +477,11 @@ impl OwnerSession {
         }
         let reading = granted.read(&map);
         let named: Vec<RankId> = reading.pending().collect();
-        self.pulls.put(id, State::Reading(reading));
+        self.enter(id, State::Reading(reading));
         // All are ordered before one that isn't there makes the others stop.
         let order = |rank: &RankId| {
-            let order = PullOrder { pull: id, pairing, request: request.clone(), assurance, priority: 100, deadline: None };
+            let request = request.clone();
+            let order = PullOrder { pull: id, pairing, request, assurance, priority, deadline };
             !self.send_rank(*rank, ToRank::Pull(order), Some(&peer))
         };
         let absent: Vec<RankId> = named.into_iter().filter(order).collect();
@@ -274,7 +500,7 @@ impl OwnerSession {
         let (reading, stopping) = match self.pulls.take(id) {
             Some(State::Reading(reading)) => (reading, None),
             Some(State::Stopping { reading, cause, until }) => (reading, Some((cause, until))),
-            Some(other) => return self.pulls.put(id, other),
+            Some(other) => return self.put(id, other),
             None => {
                 // The request has ended without it. Whatever it says, it has stopped, unless it says that it doesn't know.
                 if !matches!(&result, Err(fault) if fault.in_doubt) {
@@ -286,22 +512,22 @@ impl OwnerSession {
         match (reading.on_rank(rank, result), stopping) {
             (Step::Next(ended), stopping) => self.reads_ended(id, ended, stopping.and_then(|(cause, _)| cause)),
             (Step::Ignored(reading) | Step::Waiting(reading), Some((cause, until))) => {
-                self.pulls.put(id, State::Stopping { reading, cause, until });
+                self.put(id, State::Stopping { reading, cause, until });
             }
             (Step::Waiting(reading), None) if failed => self.stop_ranks(id, reading, None),
-            (Step::Ignored(reading) | Step::Waiting(reading), None) => self.pulls.put(id, State::Reading(reading)),
+            (Step::Ignored(reading) | Step::Waiting(reading), None) => self.put(id, State::Reading(reading)),
         }
     }
 
     /// No rank reads any more.
-    fn reads_ended(&mut self, id: PullId, ended: Ended, cause: Option<FailureCause>) {
+    pub(super) fn reads_ended(&mut self, id: PullId, ended: Ended, cause: Option<FailureCause>) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
-        let link = pull.link;
+        let Some(link) = pull.link else { return };
         let cause = match (cause, Assured::check(pull.wish.assurance, &ended)) {
             (Some(cause), _) => cause,
             (None, Ok(assured)) => match ended.release() {
                 Ok((releasing, release)) => {
-                    self.pulls.put(id, State::Releasing(releasing, assured));
+                    self.enter(id, State::Releasing(releasing, assured));
                     return self.send_peer(link, PeerMessage::Release(release));
                 }
                 Err((ended, release)) => {
@@ -310,6 +536,9 @@ impl OwnerSession {
                 }
             },
             (None, Err(error)) => {
+                if let Some(wanted) = self.another_attempt(id, link, &ended) {
+                    return self.try_again(id, link, wanted);
+                }
                 // Those that were stopped because of others are not what went wrong.
                 let own = |r: &&RankResult| matches!(r, Err(fault) if fault.stage != Stage::Cancelled);
                 let failed = ended.results().values().filter(own).count();
@@ -321,212 +550,54 @@ impl OwnerSession {
         self.fail(id, cause, Some(&ended));
     }
 
+    /// Whether reads that have failed are worth another attempt: sources could not be reached or read, all has stopped, and the
+    /// next map of peers names others.
+    fn another_attempt(&mut self, id: PullId, link: LinkId, ended: &Ended) -> Option<Wanted> {
+        let pull = self.pulls.open.get(&id)?;
+        let made = pull.attempt.get().saturating_sub(pull.wish.fence.attempt.get()).saturating_add(1);
+        let of_source = |fault: &RankFault| {
+            let stage = matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Cancelled);
+            stage && !fault.in_doubt && fault.bad.is_empty()
+        };
+        let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
+        if made >= pull.wish.attempts || pull.is_late(self.now) || !sources || !self.links.knows_leases(link) {
+            return None;
+        }
+        let wanted = ended.again(pull.wish.content_key)?;
+        let (before, lease) = (pull.pairing?.peer_map, pull.wish.fence.lease);
+        let options = self.peer_options(pairing_salt(&self.config.engine, lease, wanted.fence().attempt));
+        let (_, direction) = self.reading(link)?;
+        let map = direction.ok()?.map(options).ok()?;
+        let former = ended.sources();
+        let others = map.pairs().iter().any(|p| !former.contains(&(p.dst(), p.src())));
+        (others && map.digest() != before).then_some(wanted)
+    }
+
+    fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted) {
+        let attempt = wanted.fence().attempt;
+        if let Some(pull) = self.pulls.open.get_mut(&id) {
+            (pull.attempt, pull.asked, pull.lease_end) = (attempt, Asked::default(), None);
+        }
+        self.enter(id, State::Linking(wanted));
+        self.bind(id, link);
+    }
+
     pub(super) fn on_release_answer(&mut self, link: LinkId, answer: &ReleaseAnswer) {
         let Some(id) = self.pulls.find(&answer.fence, link) else { return };
         match self.pulls.take(id) {
             Some(State::Releasing(releasing, assured)) => match releasing.on_answer(answer) {
                 Step::Next(Ok(held)) => {
+                    let now = self.now;
                     let Some(pull) = self.pulls.open.get_mut(&id) else { return };
-                    let took = self.now.saturating_sub(pull.started);
                     let groups = std::mem::take(&mut pull.groups.delivered);
-                    self.end(id, Ok(Delivered::new(&held, assured, took, groups)));
+                    let times = pull.times(now);
+                    self.end(id, Ok(Delivered::new(&held, assured, times, groups)));
                 }
                 Step::Next(Err(ended)) => self.fail(id, FailureCause::Stale, Some(&ended)),
-                Step::Ignored(same) | Step::Waiting(same) => self.pulls.put(id, State::Releasing(same, assured)),
+                Step::Ignored(same) | Step::Waiting(same) => self.put(id, State::Releasing(same, assured)),
             },
-            Some(other) => self.pulls.put(id, other),
+            Some(other) => self.put(id, other),
             None => {}
         }
-    }
-
-    pub(super) fn on_digest_wanted(&mut self, rank: RankId, id: PullId, src: RankId, windows: Vec<Window>) {
-        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
-        match &pull.state {
-            State::Reading(reading) if reading.is_pending(rank) => {
-                pull.questions.insert((src, rank));
-                let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
-                let question = RunDigest { fence, src, dst: rank, tokens, groups, windows };
-                let link = pull.link;
-                self.send_peer(link, PeerMessage::RunDigest(question));
-            }
-            // The rank is being stopped, and will hear of it.
-            _ => {}
-        }
-    }
-
-    pub(super) fn on_run_digest_answer(&mut self, link: LinkId, answer: RunDigestAnswer) {
-        let Some(id) = self.pulls.find(&answer.fence, link) else { return };
-        let (src, pieces) = (answer.src, answer.pieces);
-        // Only what was asked for goes to a rank.
-        let asked = self.pulls.open.get_mut(&id).is_some_and(|p| p.questions.remove(&(src, answer.dst)));
-        if !asked {
-            return;
-        }
-        // A rank that is gone has ended already.
-        self.send_rank(answer.dst, ToRank::DigestAnswer { pull: id, src, pieces }, None);
-    }
-
-    pub(super) fn on_gather_wanted(&mut self, rank: RankId, id: PullId, src: RankId, gathered: Gathered) {
-        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
-        match &pull.state {
-            State::Reading(reading) if reading.is_pending(rank) => {}
-            // The rank is being stopped, and will hear of it.
-            _ => return,
-        }
-        let link = pull.link;
-        if !self.links.has(link, Abilities::GATHER) {
-            let result = Err("the producer's owner does not know how to gather".into());
-            self.send_rank(rank, ToRank::GatherAnswer { pull: id, src, result }, None);
-            return;
-        }
-        pull.gathers.insert((src, rank));
-        let (fence, tokens, groups) = (pull.wish.fence.clone(), pull.wish.tokens, pull.wish.groups.clone());
-        self.send_peer(link, PeerMessage::Gather(Gather { fence, src, dst: rank, gathered, tokens, groups }));
-    }
-
-    pub(super) fn on_gather_answer(&mut self, link: LinkId, answer: GatherAnswer) {
-        let Some(id) = self.pulls.find(&answer.fence, link) else { return };
-        let GatherAnswer { src, dst, result, .. } = answer;
-        // Only what was asked for goes to a rank.
-        let asked = self.pulls.open.get_mut(&id).is_some_and(|p| p.gathers.remove(&(src, dst)));
-        if asked {
-            self.send_rank(dst, ToRank::GatherAnswer { pull: id, src, result }, None);
-        }
-    }
-
-    pub(super) fn cancel_pull(&mut self, id: PullId) {
-        self.stop(id, FailureCause::Cancelled);
-    }
-
-    /// Ends a request as failed: at once if no rank reads, else when all have stopped.
-    fn stop(&mut self, id: PullId, cause: FailureCause) {
-        match self.pulls.take(id) {
-            Some(State::Asking(_)) => {
-                // It may be bound by the time this arrives, and after the bind it does.
-                self.abandon(id);
-                self.fail(id, cause, None);
-            }
-            Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
-            Some(State::Releasing(releasing, _)) => self.fail(id, cause, Some(releasing.ended())),
-            Some(same @ State::Stopping { .. }) => self.pulls.put(id, same),
-            Some(State::Linking(_) | State::Moving) => self.fail(id, cause, None),
-            None => {}
-        }
-    }
-
-    /// Tells the producer that nothing of its lease will be used.
-    fn abandon(&mut self, id: PullId) {
-        let Some(pull) = self.pulls.open.get(&id) else { return };
-        let (link, fence) = (pull.link, pull.wish.fence.clone());
-        self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
-    }
-
-    fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
-        let pending: Vec<RankId> = reading.pending().collect();
-        let until = self.now.saturating_add(self.config.grace);
-        self.pulls.put(id, State::Stopping { reading, cause, until });
-        for rank in pending {
-            self.send_rank(rank, ToRank::Cancel(id), None);
-        }
-    }
-
-    pub(super) fn link_lost_in_pulls(&mut self, link: LinkId, cause: &FailureCause) {
-        for id in self.pulls.on_link(link) {
-            self.stop(id, cause.clone());
-        }
-    }
-
-    pub(super) fn rank_lost_in_pulls(&mut self, rank: RankId, reason: &str) {
-        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
-        for id in open {
-            let Some(pull) = self.pulls.open.get(&id) else { continue };
-            let fails = match &pull.state {
-                State::Linking(_) | State::Asking(_) | State::Moving => true,
-                State::Reading(reading) | State::Stopping { reading, .. } if reading.is_pending(rank) => {
-                    // Nothing proves that it has stopped.
-                    self.on_pulled(rank, id, Err(lost(reason, true)));
-                    continue;
-                }
-                // Its bytes are there, but nobody can use them.
-                State::Reading(reading) | State::Stopping { reading, .. } => reading.names(rank),
-                State::Releasing(releasing, _) => releasing.ended().names(rank),
-            };
-            if fails {
-                self.stop(id, FailureCause::RankLost { rank, reason: reason.into() });
-            }
-        }
-    }
-
-    pub(super) fn expire_pulls(&mut self) {
-        let now = self.now;
-        let late: Vec<PullId> =
-            self.pulls.open.iter().filter(|(_, p)| p.deadline() <= now).map(|(id, _)| *id).collect();
-        for id in late {
-            match self.pulls.take(id) {
-                Some(State::Stopping { reading, cause, .. }) => {
-                    // Ranks that have not stopped in time are in doubt.
-                    let ended = reading.end_pending(&lost("it did not stop in time", true));
-                    self.reads_ended(id, ended, cause);
-                }
-                Some(state) => {
-                    let waiting_for = state.waiting_for();
-                    self.pulls.put(id, state);
-                    let after = self.pulls.open.get(&id).map_or(Duration::ZERO, |p| p.wish.deadline);
-                    self.stop(id, FailureCause::Deadline { after, waiting_for });
-                }
-                None => {}
-            }
-        }
-    }
-
-    pub(super) fn end_all_pulls(&mut self) {
-        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
-        for id in open {
-            let Some(state) = self.pulls.take(id) else { continue };
-            if !matches!(state, State::Linking(_)) {
-                self.abandon(id);
-            }
-            match state {
-                // Whoever has not stopped yet won't be heard of again.
-                State::Reading(reading) | State::Stopping { reading, .. } => {
-                    let ended = reading.end_pending(&lost("the owner was shut down before it had stopped", true));
-                    self.fail(id, FailureCause::Shutdown, Some(&ended));
-                }
-                State::Releasing(releasing, _) => self.fail(id, FailureCause::Shutdown, Some(releasing.ended())),
-                State::Linking(_) | State::Asking(_) | State::Moving => self.fail(id, FailureCause::Shutdown, None),
-            }
-        }
-    }
-
-    fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
-        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
-        let (fence, level) = (pull.wish.fence.clone(), pull.wish.assurance);
-        let took = self.now.saturating_sub(pull.started);
-        let kept = std::mem::take(&mut pull.groups.kept);
-        let report = match ended {
-            Some(ended) => Report::of(fence, level, took, ended, kept),
-            None => Report::empty(fence, level, took, kept),
-        };
-        self.end(id, Err(Failed { cause, report }));
-    }
-
-    fn end(&mut self, id: PullId, result: Result<Delivered, Failed>) {
-        let Some(pull) = self.pulls.open.remove(&id) else { return };
-        self.pulls.by_fence.remove(&pull.wish.fence);
-        if let Some(local) = self.life.local() {
-            let places = written(local.manifest.cache(), pull.wish.tokens, &pull.wish.groups);
-            let in_doubt = result.as_ref().err().map_or(&[][..], |failed| &failed.report.in_doubt);
-            self.loans.write_ended(id, places, in_doubt);
-        }
-        self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
-    }
-}
-
-fn lost(reason: &str, in_doubt: bool) -> RankFault {
-    RankFault {
-        stage: Stage::Read,
-        text: format!("nothing is known of the rank any more: {reason}"),
-        in_doubt,
-        bad: Vec::new(),
     }
 }

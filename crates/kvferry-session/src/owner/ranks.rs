@@ -3,7 +3,7 @@
 use super::{BTreeMap, ByRank, Digest, DigestSet, Duration, Effect, Life, OwnerSession, RankId, RankLinkId};
 use std::sync::Arc;
 
-use kvferry_proto::handshake::{Greeting, LocalSide};
+use kvferry_proto::handshake::{Expected, Greeting, LocalSide};
 use kvferry_proto::manifest::{JoinError, Joined, RankJoin};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, ToRank};
@@ -85,11 +85,11 @@ impl OwnerSession {
 
     fn join(&mut self, link: RankLinkId, join: RankJoin) {
         let rank = join.rank;
-        let assembly = match &mut self.life {
-            Life::Assembling(assembly) => assembly,
-            _ => return self.refuse_rank(link, "the engine is complete; restart it to replace a rank".into()),
-        };
-        match assembly.join(join) {
+        if let Life::Broken { .. } = self.life {
+            // What comes of it is another life of the engine, for its peers too.
+            self.assembly.renew(self.epoch.after());
+        }
+        match self.assembly.join(join) {
             Err(error) => {
                 self.refuse_rank(link, error.to_string());
                 self.effects.push_back(Effect::JoinRefused(error));
@@ -101,10 +101,11 @@ impl OwnerSession {
                             identity: self.config.identity.clone(),
                             check: self.config.check,
                             stripe: self.config.stripe,
+                            allowed: self.config.allowed.clone(),
                             manifest: Arc::new(manifest),
                         };
                         if let Err(error) = fits_a_frame(&local) {
-                            assembly.leave(rank);
+                            self.assembly.leave(rank);
                             self.refuse_rank(link, error.to_string());
                             return self.effects.push_back(Effect::JoinRefused(error));
                         }
@@ -116,6 +117,7 @@ impl OwnerSession {
                     l.rank = Some(rank);
                 }
                 self.ranks.by_rank.insert(rank, link);
+                self.loans.rank_is_new(rank);
                 if let Some(local) = complete {
                     self.complete(local);
                 }
@@ -125,7 +127,10 @@ impl OwnerSession {
 
     fn complete(&mut self, local: LocalSide) {
         let manifest = local.manifest.clone();
+        self.epoch = manifest.epoch();
         self.life = Life::Ready(Arc::new(local));
+        // What was computed with the manifest before is of another engine.
+        self.links.forget_pairings();
         let ranks: Vec<RankId> = self.ranks.by_rank.keys().copied().collect();
         for rank in ranks {
             self.send_rank(rank, ToRank::Welcome(manifest.clone()), None);
@@ -155,14 +160,15 @@ impl OwnerSession {
         self.ranks.links.remove(&link);
         let Some(rank) = rank else { return };
         self.ranks.by_rank.remove(&rank);
-        match &mut self.life {
-            Life::Assembling(assembly) => assembly.leave(rank),
+        self.assembly.leave(rank);
+        match &self.life {
+            Life::Assembling => {}
             Life::Ready(local) => {
                 let local = local.clone();
-                self.life = Life::Broken(local, rank, reason.into());
+                self.life = Life::Broken { local, rank, reason: reason.into() };
                 self.effects.push_back(Effect::RankLost { rank, reason: reason.into() });
             }
-            Life::Broken(..) => self.effects.push_back(Effect::RankLost { rank, reason: reason.into() }),
+            Life::Broken { .. } => self.effects.push_back(Effect::RankLost { rank, reason: reason.into() }),
         }
         self.rank_lost_in_pulls(rank, reason);
         self.rank_lost_in_leases(rank, reason);
@@ -171,7 +177,7 @@ impl OwnerSession {
 
 /// Whether the engine can be described to its ranks and to peers; a hello is the longest description.
 fn fits_a_frame(local: &LocalSide) -> Result<(), JoinError> {
-    let (_, hello) = Greeting::start(Arc::new(local.clone()), None);
+    let (_, hello) = Greeting::start(Arc::new(local.clone()), Expected::default());
     match wire::encode_peer(&PeerMessage::Hello(hello)) {
         Ok(_) => Ok(()),
         Err(error) => Err(JoinError::TooLong(error.to_string())),

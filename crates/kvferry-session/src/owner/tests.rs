@@ -4,13 +4,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvferry_geometry::request::DstPaged;
-use kvferry_geometry::units::Bytes;
+use kvferry_geometry::units::{Bytes, Tokens};
+use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::RankJoin;
 use kvferry_proto::peer::{BindAnswer, BindRefusal, ReleaseAnswer, Verdict};
 use kvferry_proto::rank::{PullOrder, RankFault, RankReport, SourceReport, Stage};
 
+use kvferry_proto::names::{ContentKey, ModelIdentity};
+use kvferry_proto::rank::Assurance;
+
 use super::*;
-use crate::outcome::FailureCause;
+use crate::outcome::{Delivered, Failed, FailureCause, Phase};
 use crate::testing::{TOKENS, dst_groups, other_dst_groups, shape, src_groups};
 
 mod leases;
@@ -26,20 +30,15 @@ fn key(n: u8) -> ContentKey {
     ContentKey::from_bytes([n; 32])
 }
 
+/// Leases without an end, and no retry before the deadline of a request: what needs these says so.
 fn config(id: &str, epoch: u128, ranks: u32) -> OwnerConfig {
     let (spec, groups, _) = shape(ranks);
     OwnerConfig {
-        engine: EngineId::new(id).unwrap(),
-        epoch: Epoch::new(epoch),
-        spec,
-        groups,
-        ranks,
         identity: ModelIdentity::new("m").unwrap(),
-        check: IdentityCheck::Required,
-        compat: CompatOptions::default(),
-        stripe: false,
         handshake: SECOND,
         grace: 2 * SECOND,
+        lease: LeaseTerms { ttl: None, ..LeaseTerms::default() },
+        ..OwnerConfig::new(EngineId::new(id).unwrap(), Epoch::new(epoch), spec, groups, ranks)
     }
 }
 
@@ -53,11 +52,22 @@ struct Side {
     ended: Vec<(PullId, Result<Delivered, Failed>)>,
     closed: Vec<(Fence, Closing)>,
     lost: Vec<RankId>,
+    /// Links that came up, and that did not: whether refused.
+    up: Vec<LinkId>,
+    failed: Vec<bool>,
+    closes: Vec<LinkId>,
+    rejected: usize,
+    phases: Vec<(PullId, Phase)>,
 }
 
 impl Side {
     fn new(id: &str, epoch: u128, ranks: u32) -> Self {
-        let session = OwnerSession::new(config(id, epoch, ranks)).unwrap();
+        Self::with(config(id, epoch, ranks))
+    }
+
+    fn with(config: OwnerConfig) -> Self {
+        let (id, ranks) = (config.engine.clone(), config.ranks);
+        let session = OwnerSession::new(config).unwrap();
         let mut side = Self {
             session,
             rank_links: Vec::new(),
@@ -67,19 +77,34 @@ impl Side {
             ended: Vec::new(),
             closed: Vec::new(),
             lost: Vec::new(),
+            up: Vec::new(),
+            failed: Vec::new(),
+            closes: Vec::new(),
+            rejected: 0,
+            phases: Vec::new(),
         };
-        let (_, _, manifests) = shape(ranks);
-        for (rank, manifest) in (0u32..).map(RankId::new).zip(manifests) {
-            let link = side.session.accept_rank(Duration::ZERO);
-            let (engine, epoch) = (EngineId::new(id).unwrap(), Epoch::new(u128::from(rank.get())));
-            let join = RankJoin { engine, rank, epoch, manifest, blob: Arc::from([1]) };
-            side.session.rank_message(link, FromRank::Join(join), Duration::ZERO);
+        for rank in 0..ranks {
+            let link = side.join(&id, ranks, rank, 0);
             side.rank_links.push(link);
         }
         side.take();
         assert!(side.session.manifest().is_some());
         side.orders.clear();
         side
+    }
+
+    fn offer(&mut self, lease: u128, now: Duration) -> Fence {
+        self.session.offer(LeaseId::new(lease), offer(), Ttl::Usual, now).unwrap()
+    }
+
+    /// A rank joins, in this life of it.
+    fn join(&mut self, engine: &EngineId, ranks: u32, rank: u32, life: u128) -> RankLinkId {
+        let link = self.session.accept_rank(Duration::ZERO);
+        let manifest = shape(ranks).2.swap_remove(usize::try_from(rank).unwrap());
+        let epoch = Epoch::new(u128::from(rank) + 1000 * life);
+        let join = RankJoin { engine: engine.clone(), rank: RankId::new(rank), epoch, manifest, blob: Arc::from([1]) };
+        self.session.rank_message(link, FromRank::Join(join), Duration::ZERO);
+        link
     }
 
     fn take(&mut self) -> bool {
@@ -91,9 +116,14 @@ impl Side {
                 Effect::SendPeer { link, message } => self.to_peer.push_back((link, message)),
                 Effect::SendRank { link, message } => self.orders.push((link, message)),
                 Effect::PullEnded { pull, result } => self.ended.push((pull, *result)),
-                Effect::LeaseClosed { fence, how } => self.closed.push((fence, how)),
+                Effect::LeaseClosed { fence, how, .. } => self.closed.push((fence, how)),
+                Effect::LinkUp { link, .. } => self.up.push(link),
+                Effect::LinkFailed { refused, .. } => self.failed.push(refused),
+                Effect::FenceRejected { .. } => self.rejected += 1,
+                Effect::Phase { pull, phase } => self.phases.push((pull, phase)),
+                Effect::ClosePeer { link } => self.closes.push(link),
                 Effect::RankLost { rank, .. } => self.lost.push(rank),
-                Effect::ClosePeer { .. } | Effect::CloseRank { .. } | Effect::Ready(_) => {}
+                Effect::LinkDown { .. } | Effect::CloseRank { .. } | Effect::Ready(_) => {}
                 Effect::JoinRefused(error) => panic!("{error}"),
             }
         }
@@ -131,9 +161,11 @@ fn is_release_answer(m: &PeerMessage) -> bool {
 
 impl World {
     fn new() -> Self {
-        let (mut p, mut d) = (Side::new("p", 1, 4), Side::new("d", 2, 2));
-        let offer = Offer { groups: src_groups(), content_key: key(1) };
-        let fence = p.session.offer(LeaseId::new(77), offer).unwrap();
+        Self::of(Side::new("p", 1, 4), Side::new("d", 2, 2))
+    }
+
+    fn of(mut p: Side, mut d: Side) -> Self {
+        let fence = p.offer(77, Duration::ZERO);
         let pull = d.session.pull(wish(&fence), Duration::ZERO);
         d.take();
         Self { p, d, link: None, now: Duration::ZERO, fence, pull }
@@ -141,9 +173,9 @@ impl World {
 
     fn connect(&mut self) {
         let ours = self.d.connects.remove(0);
-        let theirs = self.p.session.accept(self.now);
+        let theirs = self.p.session.accept(None, self.now);
         self.link = Some((ours, theirs));
-        assert!(self.d.session.link_opened(ours, self.now));
+        assert!(self.d.session.link_opened(ours, None, self.now));
     }
 
     /// Carries messages both ways until none is left, but for those of a kind: they are lost.
@@ -218,6 +250,8 @@ fn wish(fence: &Fence) -> PullWish {
         content_key: key(1),
         assurance: Assurance::Fenced,
         deadline: DEADLINE,
+        priority: USUAL_PRIORITY,
+        attempts: 2,
     }
 }
 
@@ -233,7 +267,14 @@ fn report(sources: &[u32]) -> Result<RankReport, RankFault> {
         took: Duration::ZERO,
     };
     let sources = sources.iter().map(source).collect();
-    Ok(RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO })
+    Ok(RankReport {
+        sources,
+        zeroed: Bytes::ZERO,
+        compared: Bytes::ZERO,
+        queued: Duration::ZERO,
+        slices: 1,
+        took: Duration::ZERO,
+    })
 }
 
 fn fault(stage: Stage, in_doubt: bool) -> RankFault {

@@ -238,7 +238,7 @@ fn segments_are_lent_as_long_as_the_lease_is_open() {
         w.run(30);
         assert!(lent(&w) > 0 && w.end_of(pull).is_none(), "one rank still reads");
         if withdrawn {
-            assert!(w.p.owner.withdraw(fence.lease));
+            assert!(w.p.owner.withdraw(fence.lease, w.now));
         } else {
             let (ours, theirs) = w.link.take().unwrap();
             w.p.owner.link_closed(theirs, "gone", w.now);

@@ -179,20 +179,26 @@ fn destinations_that_are_lent_are_refused() {
     assert_eq!(overlaps(&mut w, &[9, 5, 6], 16, slot(Some(7), &[])), None);
     // What is being written is not to be offered.
     let offer = |groups| Offer { groups, content_key: KEY };
-    let error = w.d.owner.offer(LeaseId::new(9), offer(vec![held(&[1, 5, 4]), states(&[])])).unwrap_err();
+    let error =
+        w.d.owner.offer(LeaseId::new(9), offer(vec![held(&[1, 5, 4]), states(&[])]), Ttl::Usual, w.now).unwrap_err();
     assert!(matches!(error, OfferError::Overlap(_)), "{error}");
-    let error = w.d.owner.offer(LeaseId::new(9), offer(vec![held(&[1, 5, 6]), states(&[(N, 2)])])).unwrap_err();
+    let error =
+        w.d.owner
+            .offer(LeaseId::new(9), offer(vec![held(&[1, 5, 6]), states(&[(N, 2)])]), Ttl::Usual, w.now)
+            .unwrap_err();
     assert!(matches!(error, OfferError::Overlap(_)), "{error}");
     w.run(60);
     assert!(w.end_of(first).unwrap().is_ok());
     // It has ended, and its blocks may be offered, twice, and then not be written until both leases are over.
     for lease in [10, 11] {
-        w.d.owner.offer(LeaseId::new(lease), offer(vec![held(&[9, 2, 4]), states(&[(N, 11)])])).unwrap();
+        w.d.owner
+            .offer(LeaseId::new(lease), offer(vec![held(&[9, 2, 4]), states(&[(N, 11)])]), Ttl::Usual, w.now)
+            .unwrap();
     }
     for lease in [10, 11] {
         let got = overlaps(&mut w, &[1, 5, 11], 0, slot(None, &[]));
         assert_eq!(got.map(|o| (o.3, o.4)), Some((11, Holder::Lease)));
-        assert!(w.d.owner.withdraw(LeaseId::new(lease)));
+        assert!(w.d.owner.withdraw(LeaseId::new(lease), w.now));
     }
     assert_eq!(overlaps(&mut w, &[1, 5, 11], 0, slot(None, &[])), None);
 }

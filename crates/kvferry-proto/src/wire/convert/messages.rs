@@ -136,6 +136,7 @@ impl TryFrom<dto::BindAnswer> for BindAnswer {
                     dto::BindRefusal::RankLost(rank, why) => {
                         BindRefusal::RankLost { rank: RankId::new(rank), reason: text(why)? }
                     }
+                    dto::BindRefusal::Busy(why) => BindRefusal::Busy(text(why)?),
                 };
                 Self::Refused { fence: fence.try_into()?, reason }
             }
@@ -162,6 +163,7 @@ impl From<&BindAnswer> for dto::BindAnswer {
                     BindRefusal::PeerMapDiffers { ours } => dto::BindRefusal::PeerMapDiffers(*ours.as_bytes()),
                     BindRefusal::Incompatible(why) => dto::BindRefusal::Incompatible(clip(why)),
                     BindRefusal::RankLost { rank, reason } => dto::BindRefusal::RankLost(rank.get(), clip(reason)),
+                    BindRefusal::Busy(why) => dto::BindRefusal::Busy(clip(why)),
                 };
                 Self::Refused { fence: fence.into(), reason }
             }
@@ -523,6 +525,6 @@ impl From<&RankFault> for dto::RankFault {
 }
 
 /// Nanoseconds, up to 584 years.
-fn nanos(d: Duration) -> u64 {
+pub(super) fn nanos(d: Duration) -> u64 {
     u64::try_from(d.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -52,10 +52,11 @@ fn digest_questions_are_one_for_each_pair_and_end_with_the_lease() {
     assert_eq!(w.p.to_peer.len(), 3, "each is told why");
     w.p.to_peer.clear();
     w.p.orders.clear();
-    assert!(w.p.session.withdraw(w.fence.lease));
+    assert!(w.p.session.withdraw(w.fence.lease, w.now));
     w.p.take();
     assert_eq!(w.p.orders, [(w.p.rank_links[0], ToRank::CancelDigest(1))]);
-    assert!(w.p.session.leases.is_idle());
+    assert!(w.p.session.leases.is_idle() && w.p.session.asks.is_empty());
+    assert!(matches!(w.p.to_peer.pop_front(), Some((_, PeerMessage::Closed(_)))));
     let Some((_, PeerMessage::RunDigestAnswer(answer))) = w.p.to_peer.pop_front() else { panic!("an answer") };
     assert!(answer.pieces.is_err());
     // Nobody at the consumer has asked.
@@ -79,9 +80,8 @@ fn digest_questions_are_one_for_each_pair_and_end_with_the_lease() {
 fn invented_salts_are_refused() {
     let mut w = reach("Asking");
     let (_, theirs) = w.link.unwrap();
-    let again = Offer { groups: src_groups(), content_key: key(1) };
-    let fence = w.p.session.offer(LeaseId::new(5), again).unwrap();
-    let due = kvferry_proto::names::pairing_salt(&EngineId::new("d").unwrap(), fence.lease);
+    let fence = w.p.offer(5, w.now);
+    let due = kvferry_proto::names::pairing_salt(&EngineId::new("d").unwrap(), fence.lease, fence.attempt);
     let peer_map =
         w.p.session.serving(theirs).unwrap().1.unwrap().map(PeerOptions { salt: due, stripe: false }).unwrap().digest();
     for (salt, bound) in [(due + 1, false), (u64::MAX, false), (due, true)] {
@@ -99,7 +99,7 @@ fn invented_salts_are_refused() {
 #[test]
 fn shut_down_ends_every_lease() {
     let mut w = reach("Reading");
-    let fence = w.p.session.offer(LeaseId::new(5), Offer { groups: src_groups(), content_key: key(1) }).unwrap();
+    let fence = w.p.offer(5, w.now);
     w.p.session.shut_down(w.now);
     w.p.take();
     assert_eq!(w.p.closed, [(fence, Closing::Withdrawn), (w.fence.clone(), Closing::Withdrawn)]);
@@ -111,13 +111,13 @@ fn sec_03_another_peers_lease_cannot_be_released_or_digested() {
     let mut w = reach("Reading");
     // A third engine, greeted in order.
     let mut e = Side::new("e", 3, 2);
-    let theirs = w.p.session.accept(w.now);
+    let theirs = w.p.session.accept(None, w.now);
     let mut other = wish(&w.fence);
     other.content_key = key(2);
     e.session.pull(other, w.now);
     e.take();
     let ours = e.connects.remove(0);
-    assert!(e.session.link_opened(ours, w.now));
+    assert!(e.session.link_opened(ours, None, w.now));
     for _ in 0..4 {
         e.take();
         for (_, m) in std::mem::take(&mut e.to_peer) {

@@ -31,7 +31,7 @@ fn endless_timeouts_are_no_overflow() {
     let mut config = config("p", 1, 4);
     (config.handshake, config.grace) = (Duration::MAX, Duration::MAX);
     let mut p = OwnerSession::new(config).unwrap();
-    p.accept(SECOND);
+    p.accept(None, SECOND);
     p.accept_rank(SECOND);
     assert_eq!(p.step(SECOND), Some(Duration::MAX));
     let mut w = reach("Reading");
@@ -46,12 +46,12 @@ fn endless_timeouts_are_no_overflow() {
 fn hs_10_a_hello_before_the_ranks_waits() {
     let mut d = Side::new("d", 2, 2);
     let mut p = OwnerSession::new(config("p", 1, 4)).unwrap();
-    let link = p.accept(Duration::ZERO);
+    let link = p.accept(None, Duration::ZERO);
     let fence = kvferry_proto::lease::first_attempt(EngineId::new("p").unwrap(), Epoch::new(1), LeaseId::new(1));
     d.session.pull(wish(&fence), Duration::ZERO);
     d.take();
     let ours = d.connects.remove(0);
-    assert!(d.session.link_opened(ours, Duration::ZERO));
+    assert!(d.session.link_opened(ours, None, Duration::ZERO));
     d.take();
     let (_, hello) = d.to_peer.pop_front().unwrap();
     p.peer_message(link, hello, Duration::ZERO);
@@ -95,8 +95,7 @@ fn rs_01_a_restarted_producer_is_a_new_one() {
         name(&ended.1.as_ref().unwrap_err().cause)
     };
     assert_eq!(cause(&w, stale), "StaleEpoch");
-    let offer = Offer { groups: src_groups(), content_key: key(1) };
-    let fence = w.p.session.offer(LeaseId::new(5), offer).unwrap();
+    let fence = w.p.offer(5, w.now);
     w.d.orders.clear();
     w.pull = w.d.session.pull(wish(&fence), w.now);
     w.carry(|_| false);
@@ -105,32 +104,52 @@ fn rs_01_a_restarted_producer_is_a_new_one() {
     assert!(w.d.ended.iter().any(|(pull, result)| *pull == w.pull && result.is_ok()));
 }
 
-/// HS-08: every request that waits for a link fails once when there is none, and the next one tries again.
+/// HS-08: a link that can't be made is tried again, later each time, for all who wait for it; each fails once, by its own
+/// deadline, and says what was wrong. The next one begins anew.
 #[test]
 fn hs_08_all_who_wait_for_a_link_fail_once() {
     let mut d = Side::new("d", 2, 2);
     let fence =
         |lease| kvferry_proto::lease::first_attempt(EngineId::new("p").unwrap(), Epoch::new(1), LeaseId::new(lease));
-    let blocks = |lease: u32| PullWish { groups: other_dst_groups(lease), ..wish(&fence(lease.into())) };
-    let pulls: Vec<PullId> = (0..3).map(|lease| d.session.pull(blocks(lease), Duration::ZERO)).collect();
+    let wish = |lease: u32| PullWish {
+        groups: other_dst_groups(lease),
+        deadline: SECOND * (1 + lease),
+        ..wish(&fence(lease.into()))
+    };
+    let pulls: Vec<PullId> = (0..3).map(|lease| d.session.pull(wish(lease), Duration::ZERO)).collect();
     d.take();
     assert_eq!(d.connects.len(), 1, "one link for all");
-    d.session.link_closed(d.connects[0], "connection refused", SECOND);
-    d.take();
+    let (mut now, mut attempts) = (Duration::ZERO, Vec::new());
+    while let Some(link) = d.connects.pop() {
+        attempts.push(now.as_millis());
+        d.session.link_closed(link, "connection refused", now);
+        d.session.link_closed(link, "again", now);
+        assert!(!d.session.link_opened(link, None, now), "what comes too late is not wanted");
+        d.take();
+        while d.connects.is_empty() {
+            let Some(next) = d.session.step(now) else { break };
+            now = next;
+            d.session.step(now);
+            d.take();
+        }
+    }
+    // 100 ms after the first, then twice as long each time, until nobody waits.
+    assert_eq!(attempts, [0, 100, 300, 700, 1500]);
+    assert_eq!(d.failed, [false; 5], "each attempt is told of once, however many wait");
     let failed: Vec<_> = d.ended.iter().map(|(pull, r)| (*pull, name(&r.as_ref().unwrap_err().cause))).collect();
     assert_eq!(failed, pulls.iter().map(|pull| (*pull, "Link".to_owned())).collect::<Vec<_>>());
-    d.session.link_closed(d.connects[0], "again", SECOND);
-    assert!(!d.session.link_opened(d.connects[0], SECOND), "what comes too late is not wanted");
-    d.session.pull(wish(&fence(9)), SECOND);
+    assert!(d.ended[2].1.as_ref().unwrap_err().to_string().contains("connection refused"));
+    assert_eq!(d.session.roads.waiting(), 0);
+    d.session.pull(wish(9), now);
     d.take();
-    assert_eq!((d.ended.len(), d.connects.len()), (3, 2), "the next one begins anew");
+    assert_eq!((d.ended.len(), d.connects.len()), (3, 1), "the next one begins anew, at once");
 }
 
 /// Whoever connects and says nothing is sent away, and harms nobody.
 #[test]
 fn silent_links_are_closed_in_time() {
     let mut p = Side::new("p", 1, 4);
-    let (link, rank_link) = (p.session.accept(SECOND), p.session.accept_rank(SECOND));
+    let (link, rank_link) = (p.session.accept(None, SECOND), p.session.accept_rank(SECOND));
     assert_eq!(p.session.step(SECOND), Some(2 * SECOND));
     while p.session.next_effect().is_some() {}
     assert_eq!(p.session.step(2 * SECOND), None);

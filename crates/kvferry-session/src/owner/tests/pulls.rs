@@ -27,7 +27,7 @@ fn pull_state_by_event() {
                 ("Deadline", "Deadline"),
             ],
         ),
-        ("link lost", [("Link", "Link"), ("Link", "Link"), ("-", "Link"), ("-", "Cancelled"), ("Link", "Link")]),
+        ("link lost", [("-", "Link"), ("Link", "Link"), ("-", "Link"), ("-", "Cancelled"), ("Link", "Link")]),
         (
             "rank lost",
             [
@@ -174,7 +174,7 @@ fn ranks_that_do_not_stop_in_time_are_in_doubt() {
     assert_eq!(w.d.ended[0].1.as_ref().unwrap_err().report.in_doubt, [RankId::new(1)]);
     // Its three blocks are nobody else's until the rank says that it has stopped, and knows it.
     let overlaps = |w: &mut World| {
-        let fence = w.p.session.offer(LeaseId::new(u128::from(w.d.ended.len() as u64)), offer()).unwrap();
+        let fence = w.p.offer(u128::from(w.d.ended.len() as u64), w.now);
         let pull = w.d.session.pull(wish(&fence), w.now);
         w.d.take();
         let ended = w.d.ended.iter().find(|(id, _)| *id == pull);

@@ -65,22 +65,22 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                 80..=87 => {
                     let lease = LeaseId::new(u128::from(1000 + dice.below(u64::MAX / 2)));
                     let offer = Offer { groups: src_groups(), content_key: key(1) };
-                    let fence = w.p.session.offer(lease, offer).unwrap();
+                    let fence = w.p.session.offer(lease, offer, Ttl::Usual, w.now).unwrap();
                     let groups = other_dst_groups(u32::try_from(pulls.len()).unwrap());
                     pulls.push((w.d.session.pull(PullWish { groups, ..wish(&fence) }, w.now), fence));
                 }
                 88..=93 if w.link.is_none() => {
                     if !w.d.connects.is_empty() {
-                        let theirs = w.p.session.accept(w.now);
+                        let theirs = w.p.session.accept(None, w.now);
                         let ours = w.d.connects.remove(0);
-                        if w.d.session.link_opened(ours, w.now) {
+                        if w.d.session.link_opened(ours, None, w.now) {
                             w.link = Some((ours, theirs));
                         }
                     }
                 }
                 88..=93 => w.now += SECOND / 10,
                 94 => w.d.session.cancel(pull, w.now),
-                95 => drop(w.p.session.withdraw(fence.lease)),
+                95 => drop(w.p.session.withdraw(fence.lease, w.now)),
                 96 => {
                     if let Some((ours, theirs)) = w.link.take() {
                         w.d.session.link_closed(ours, "cut", w.now);
@@ -111,7 +111,7 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                 doubtful.extend(w.d.session.pulls.pending(rank).into_iter().map(|pull| (pull, rank)));
             }
             w.d.session.shut_down(w.now);
-            assert!(w.d.session.pulls.is_empty(), "seed {seed}: a shutdown ends them all");
+            assert!(w.d.session.pulls.is_clean(), "seed {seed}: a shutdown ends them all");
         }
         for _ in 0..3 {
             w.now += 20 * SECOND;
@@ -145,14 +145,14 @@ fn whatever_happens_every_request_ends_once_and_delivered_means_held() {
                 }
             }
         }
-        assert!(w.d.session.pulls.is_empty(), "seed {seed}: nothing is left over");
+        assert!(w.d.session.pulls.is_clean(), "seed {seed}: nothing is left over");
         // Blocks are lent no longer, but for those that a rank has been silent about.
         let doubt = w.d.ended.iter().any(|(_, r)| r.as_ref().is_err_and(|f| !f.report.in_doubt.is_empty()));
         let loans = &w.d.session.loans;
         assert!(loans.is_empty() || (doubt && loans.quarantined() > 0), "seed {seed}: {loans:?}");
         quarantined += usize::from(loans.quarantined() > 0);
         for (_, fence) in &pulls {
-            w.p.session.withdraw(fence.lease);
+            w.p.session.withdraw(fence.lease, w.now);
         }
         assert!(w.p.session.loans.is_empty(), "seed {seed}: {:?}", w.p.session.loans);
     }

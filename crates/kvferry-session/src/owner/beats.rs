@@ -1,0 +1,88 @@
+//! The consumer's heartbeats: one for all leases that a link's requests read, and what their answers say is left.
+//!
+//! Time left is counted from when the heartbeat was sent: it is never later here than at the producer.
+
+use super::{BTreeMap, Duration, LinkId, OwnerSession, PullId};
+
+use kvferry_proto::peer::{Heartbeat, HeartbeatAnswer, Left, MAX_BEATS, PeerMessage};
+
+use super::timers::Timers;
+use crate::outcome::FailureCause;
+
+/// Heartbeats of a link whose answers are awaited, at most: those before are of no use any more.
+const MAX_AWAITED: usize = 4;
+
+/// A heartbeat that was sent: when, and for which requests.
+type Sent = (Duration, Vec<PullId>);
+
+#[derive(Debug, Default)]
+struct Pulse {
+    last: u64,
+    awaited: BTreeMap<u64, Sent>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Beats {
+    due: Timers<LinkId>,
+    of_link: BTreeMap<LinkId, Pulse>,
+}
+
+impl Beats {
+    pub(super) fn next_due(&self) -> Option<Duration> {
+        self.due.next()
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.due.is_empty() && self.of_link.is_empty()
+    }
+}
+
+impl OwnerSession {
+    /// A lease with an end is read over this link: it is beaten for from now on.
+    pub(super) fn beat_for(&mut self, link: LinkId) {
+        if self.links.knows_leases(link) && !self.beats.due.is_set(link) {
+            self.beats.due.set(link, self.now.saturating_add(self.config.lease.beat));
+        }
+    }
+
+    pub(super) fn beats_end(&mut self, link: LinkId) {
+        self.beats.due.remove(link);
+        self.beats.of_link.remove(&link);
+    }
+
+    /// Sends what is due.
+    pub(super) fn send_beats(&mut self) {
+        while let Some(link) = self.beats.due.take_due(self.now) {
+            let leases = self.pulls.ending_leases(link);
+            if leases.is_empty() {
+                self.beats.of_link.remove(&link);
+                continue;
+            }
+            for chunk in leases.chunks(MAX_BEATS) {
+                let pulse = self.beats.of_link.entry(link).or_default();
+                pulse.last += 1;
+                let beat = pulse.last;
+                pulse.awaited.insert(beat, (self.now, chunk.iter().map(|(pull, _)| *pull).collect()));
+                while pulse.awaited.len() > MAX_AWAITED.max(leases.len().div_ceil(MAX_BEATS) * 2) {
+                    pulse.awaited.pop_first();
+                }
+                let leases = chunk.iter().map(|(_, lease)| *lease).collect();
+                self.send_peer(link, PeerMessage::Heartbeat(Heartbeat { beat, leases }));
+            }
+            self.beats.due.set(link, self.now.saturating_add(self.config.lease.beat));
+        }
+    }
+
+    pub(super) fn on_heartbeat_answer(&mut self, link: LinkId, answer: HeartbeatAnswer) {
+        let awaited = self.beats.of_link.get_mut(&link).and_then(|pulse| pulse.awaited.remove(&answer.beat));
+        let Some((sent, pulls)) = awaited else { return };
+        for (pull, left) in pulls.into_iter().zip(answer.left) {
+            match left {
+                Left::Closed => self.stop_reading(pull, FailureCause::Stale),
+                Left::For(time) => self.pulls.extend(pull, Some(sent.saturating_add(time))),
+                Left::Always => self.pulls.extend(pull, None),
+            }
+        }
+    }
+}

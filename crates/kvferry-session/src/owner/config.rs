@@ -1,0 +1,182 @@
+//! What an owner is told: its engine, its bounds, its times; and what its engine wishes to read.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_geometry::compat::CompatOptions;
+use kvferry_geometry::manifest::CacheGroup;
+use kvferry_geometry::request::DstGroup;
+use kvferry_geometry::spec::ModelSpec;
+use kvferry_geometry::units::Tokens;
+use kvferry_proto::handshake::{Allowed, IdentityCheck};
+use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, ModelIdentity};
+use kvferry_proto::rank::Assurance;
+
+/// What an owner is.
+#[derive(Clone, Debug)]
+pub struct OwnerConfig {
+    /// The engine's id.
+    pub engine: EngineId,
+    /// This life of it: random.
+    pub epoch: Epoch,
+    /// The model's items.
+    pub spec: ModelSpec,
+    /// The groups that share block tables.
+    pub groups: Vec<CacheGroup>,
+    /// How many ranks will join.
+    pub ranks: u32,
+    /// What the cache's bytes mean.
+    pub identity: ModelIdentity,
+    /// Whether peers must say the same.
+    pub check: IdentityCheck,
+    /// What becomes of items that only one of two engines has. Both engines' owners are asked, each with its own options; where
+    /// these differ, the stricter one decides. They never change what moves.
+    pub compat: CompatOptions,
+    /// Whether one consumer's items are spread over all ranks that hold them alike. Peers must say the same.
+    pub stripe: bool,
+    /// Which engines may be met; `None`: any.
+    pub allowed: Option<Arc<Allowed>>,
+    /// How long a link may take until both hellos are in order, and a rank's link until it has joined.
+    pub handshake: Duration,
+    /// How long ranks may take to stop after a request has failed, before they count as in doubt.
+    pub grace: Duration,
+    /// How long leases last.
+    pub lease: LeaseTerms,
+    /// When a link that could not be made is tried again.
+    pub retry: Backoff,
+    /// How long a link is kept of which nothing is asked; `None`: until it breaks.
+    pub idle: Option<Duration>,
+    /// How much there may be at a time.
+    pub limits: Limits,
+}
+
+impl OwnerConfig {
+    /// The usual one for an engine.
+    #[must_use]
+    pub fn new(engine: EngineId, epoch: Epoch, spec: ModelSpec, groups: Vec<CacheGroup>, ranks: u32) -> Self {
+        Self {
+            engine,
+            epoch,
+            spec,
+            groups,
+            ranks,
+            identity: ModelIdentity::unspecified(),
+            check: IdentityCheck::Required,
+            compat: CompatOptions::default(),
+            stripe: false,
+            allowed: None,
+            handshake: Duration::from_secs(10),
+            grace: Duration::from_secs(2),
+            lease: LeaseTerms::default(),
+            retry: Backoff::default(),
+            idle: None,
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// How long leases last, as producer and as consumer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LeaseTerms {
+    /// As producer: how long an offer lasts if nobody reads it, where the offer itself doesn't say; `None`: without end, so that
+    /// blocks which no consumer ever asks for are lent until the engine takes them back.
+    pub ttl: Option<Duration>,
+    /// As producer: a beat moves the end of a lease to at least so long from now on.
+    pub extension: Duration,
+    /// As consumer: how often a producer is told which of its leases are still wanted.
+    pub beat: Duration,
+    /// As consumer: a lease with less than this left is not read any more.
+    pub margin: Duration,
+}
+
+impl Default for LeaseTerms {
+    /// 30 s; beats every 5 s that extend to 20 s; 1 s at least.
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { ttl: Some(seconds(30)), extension: seconds(20), beat: seconds(5), margin: seconds(1) }
+    }
+}
+
+/// When something that failed is tried again: after `first`, then twice as long each time, `most` at most.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Backoff {
+    /// After the first failure.
+    pub first: Duration,
+    /// After many.
+    pub most: Duration,
+}
+
+impl Default for Backoff {
+    /// 100 ms to 5 s.
+    fn default() -> Self {
+        Self { first: Duration::from_millis(100), most: Duration::from_secs(5) }
+    }
+}
+
+impl Backoff {
+    /// How long to wait after so many failures in a row.
+    #[must_use]
+    pub fn after(self, failures: u32) -> Duration {
+        let doubled = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+        self.first.saturating_mul(doubled).min(self.most)
+    }
+}
+
+/// How much there may be at a time. What is beyond is refused by name; nothing that runs is harmed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Requests of our engine that have not ended.
+    pub pulls: usize,
+    /// Leases that are open.
+    pub leases: usize,
+    /// Leases that one link has bound.
+    pub bound: usize,
+    /// Manifests of engines without a link that are remembered.
+    pub manifests: usize,
+}
+
+impl Default for Limits {
+    /// 65,536 requests, 1,048,576 leases, 65,536 bound by one link, 64 manifests.
+    fn default() -> Self {
+        Self { pulls: 1 << 16, leases: 1 << 20, bound: 1 << 16, manifests: 64 }
+    }
+}
+
+/// The priority of a request that says nothing else.
+pub const USUAL_PRIORITY: u8 = 100;
+
+/// A wish to read another engine's blocks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PullWish {
+    /// Where the producer's owner listens.
+    pub address: String,
+    /// The lease.
+    pub fence: Fence,
+    /// Length of the sequence.
+    pub tokens: Tokens,
+    /// Our blocks and what is cached, one entry for each group of our engine.
+    pub groups: Vec<DstGroup>,
+    /// What we think the cache was computed from.
+    pub content_key: ContentKey,
+    /// How sure we want to be.
+    pub assurance: Assurance,
+    /// How long it may take in all.
+    pub deadline: Duration,
+    /// Requests of a higher priority are read first; [`USUAL_PRIORITY`] where nothing else is known.
+    pub priority: u8,
+    /// How often it may be tried, at least once. Another attempt is made only if it reads from other replicas than the one that
+    /// failed, and when everything of that one has stopped.
+    pub attempts: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backoff_doubles_up_to_its_most() {
+        let b = Backoff::default();
+        let ms = |n| b.after(n).as_millis();
+        assert_eq!([1, 2, 3, 6, 7, 40, u32::MAX].map(ms), [100, 200, 400, 3200, 5000, 5000, 5000]);
+    }
+}

@@ -1,0 +1,186 @@
+//! How requests end: stopped, failed, out of time; and what their ranks are told meanwhile.
+
+use super::{Duration, Effect, LinkId, OwnerSession, PullId};
+
+use kvferry_geometry::units::RankId;
+use kvferry_proto::peer::{LeaseClosed, PeerMessage, ReadsEnd, Release};
+use kvferry_proto::rank::{RankFault, Stage, ToRank};
+use kvferry_proto::request::{Ended, Reading};
+
+use super::pulls::State;
+use crate::outcome::{Delivered, Failed, FailureCause, Report};
+
+impl OwnerSession {
+    pub(super) fn cancel_pull(&mut self, id: PullId) {
+        self.stop(id, FailureCause::Cancelled);
+    }
+
+    /// Ends a request as failed: at once if no rank reads, else when all have stopped.
+    pub(super) fn stop(&mut self, id: PullId, cause: FailureCause) {
+        match self.pulls.take(id) {
+            Some(State::Asking(..)) => {
+                // It may be bound by the time this arrives, and after the bind it does.
+                self.abandon(id);
+                self.fail(id, cause, None);
+            }
+            Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
+            Some(State::Releasing(releasing, _)) => self.fail(id, cause, Some(releasing.ended())),
+            Some(same @ State::Stopping { .. }) => self.put(id, same),
+            Some(State::Linking(_) | State::Moving) => self.fail(id, cause, None),
+            None => {}
+        }
+    }
+
+    /// As [`stop`](Self::stop), for one that reads; the verdict tells the others.
+    pub(super) fn stop_reading(&mut self, id: PullId, cause: FailureCause) {
+        if self.pulls.open.get(&id).is_some_and(|p| matches!(p.state, State::Reading(_))) {
+            self.stop(id, cause);
+        }
+    }
+
+    /// The producer says that a lease is over which we have bound.
+    pub(super) fn on_lease_closed(&mut self, link: LinkId, notice: &LeaseClosed) {
+        if let Some(id) = self.pulls.find(&notice.fence, link) {
+            self.stop_reading(id, FailureCause::LeaseClosed { how: notice.how });
+        }
+    }
+
+    /// Tells the producer that nothing of its lease will be used.
+    fn abandon(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let (Some(link), fence) = (pull.link, pull.fence()) else { return };
+        self.release_former(id, link);
+        self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
+    }
+
+    pub(super) fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
+        let pending: Vec<RankId> = reading.pending().collect();
+        let until = self.now.saturating_add(self.config.grace);
+        self.enter(id, State::Stopping { reading, cause, until });
+        for rank in pending {
+            self.send_rank(rank, ToRank::Cancel(id), None);
+        }
+    }
+
+    pub(super) fn link_lost_in_pulls(&mut self, link: LinkId, cause: &FailureCause) {
+        for id in self.pulls.on_link(link) {
+            self.stop(id, cause.clone());
+        }
+    }
+
+    pub(super) fn rank_lost_in_pulls(&mut self, rank: RankId, reason: &str) {
+        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
+        for id in open {
+            let Some(pull) = self.pulls.open.get(&id) else { continue };
+            let fails = match &pull.state {
+                State::Linking(_) | State::Asking(..) | State::Moving => true,
+                State::Reading(reading) | State::Stopping { reading, .. } if reading.is_pending(rank) => {
+                    // Nothing proves that it has stopped.
+                    self.on_pulled(rank, id, Err(lost(reason, true)));
+                    continue;
+                }
+                // Its bytes are there, but nobody can use them.
+                State::Reading(reading) | State::Stopping { reading, .. } => reading.names(rank),
+                State::Releasing(releasing, _) => releasing.ended().names(rank),
+            };
+            if fails {
+                self.stop(id, FailureCause::RankLost { rank, reason: reason.into() });
+            }
+        }
+    }
+
+    /// Ends what is overdue.
+    pub(super) fn expire_pulls(&mut self) {
+        while let Some(id) = self.pulls.due.take_due(self.now) {
+            let now = self.now;
+            let Some(pull) = self.pulls.open.get(&id) else { continue };
+            if pull.is_expired(now) && !pull.is_late(now) {
+                let (left, margin) = (Duration::ZERO, self.config.lease.margin);
+                self.stop(id, FailureCause::LeaseExpired { left, margin });
+                continue;
+            }
+            match self.pulls.take(id) {
+                Some(State::Stopping { reading, cause, until }) if until <= now => {
+                    // Ranks that have not stopped in time are in doubt.
+                    let ended = reading.end_pending(&lost("it did not stop in time", true));
+                    self.reads_ended(id, ended, cause);
+                }
+                Some(state @ State::Stopping { .. }) => self.put(id, state),
+                Some(state) => {
+                    let cause = self.late(id, &state);
+                    self.put(id, state);
+                    self.stop(id, cause);
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn late(&self, id: PullId, state: &State) -> FailureCause {
+        let (after, road) =
+            self.pulls.open.get(&id).map_or((Duration::ZERO, None), |p| (p.wish.deadline, Some(p.road)));
+        match (state, road.and_then(|road| Some((self.roads.address(road)?, self.roads.trouble(road)?)))) {
+            (State::Linking(_), Some((address, trouble))) => FailureCause::Link {
+                address: address.to_owned(),
+                reason: format!("{trouble}; no link within {after:?}"),
+            },
+            _ => FailureCause::Deadline { after, waiting_for: state.waiting_for() },
+        }
+    }
+
+    pub(super) fn end_all_pulls(&mut self) {
+        let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
+        for id in open {
+            let Some(state) = self.pulls.take(id) else { continue };
+            if !matches!(state, State::Linking(_)) {
+                self.abandon(id);
+            }
+            match state {
+                // Whoever has not stopped yet won't be heard of again.
+                State::Reading(reading) | State::Stopping { reading, .. } => {
+                    let ended = reading.end_pending(&lost("the owner was shut down before it had stopped", true));
+                    self.fail(id, FailureCause::Shutdown, Some(&ended));
+                }
+                State::Releasing(releasing, _) => self.fail(id, FailureCause::Shutdown, Some(releasing.ended())),
+                State::Linking(_) | State::Asking(..) | State::Moving => self.fail(id, FailureCause::Shutdown, None),
+            }
+        }
+    }
+
+    pub(super) fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
+        let now = self.now;
+        let Some(pull) = self.pulls.open.get_mut(&id) else { return };
+        let (fence, level) = (pull.fence(), pull.wish.assurance);
+        let times = pull.times(now);
+        let kept = std::mem::take(&mut pull.groups.kept);
+        let report = match ended {
+            Some(ended) => Report::of(fence, level, times, ended, kept),
+            None => Report::empty(fence, level, times, kept),
+        };
+        self.end(id, Err(Failed { cause, report }));
+    }
+
+    pub(super) fn end(&mut self, id: PullId, result: Result<Delivered, Failed>) {
+        let Some(pull) = self.pulls.remove(id) else { return };
+        let in_doubt = result.as_ref().err().map_or(&[][..], |failed| &failed.report.in_doubt);
+        self.loans.write_ended(id, pull.places, in_doubt);
+        self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
+        self.roads.stop_waiting(pull.road, id);
+        if let Some(link) = pull.link {
+            self.links.used(link, self.now);
+            // One that was made anew meanwhile has no other use.
+            if self.roads.link(pull.road) != Some(link) && self.links.is_made(link) && !self.is_in_use(link) {
+                self.close_link(link, "it was made anew");
+            }
+        }
+    }
+}
+
+pub(super) fn lost(reason: &str, in_doubt: bool) -> RankFault {
+    RankFault {
+        stage: Stage::Read,
+        text: format!("nothing is known of the rank any more: {reason}"),
+        in_doubt,
+        bad: Vec::new(),
+    }
+}

@@ -1,0 +1,228 @@
+//! Roads: how to come to an engine at an address. A link that can't be made is tried again, later each time, for as long as
+//! somebody waits; each who waits does so until his own deadline.
+
+use super::{BTreeMap, BTreeSet, Digest, Duration, EngineId, Fence, LinkId, OwnerSession, PullId};
+
+use kvferry_proto::peer::{PeerMessage, ReadsEnd, Release};
+
+use super::timers::Timers;
+use crate::outcome::FailureCause;
+
+/// A road. Counted by the session, never re-used by it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(super) struct RoadId(u64);
+
+/// Leases that nobody reads are told to their producers as long as that is possible within this many of them.
+const MAX_DECLINES: usize = 1 << 12;
+
+#[derive(Debug)]
+struct Road {
+    address: String,
+    engine: EngineId,
+    /// The link that requests take, up or being made.
+    link: Option<LinkId>,
+    /// Requests that wait for a link.
+    waiting: BTreeSet<PullId>,
+    /// Leases to be declined when there is a link.
+    declines: Vec<Fence>,
+    failures: u32,
+    /// Why there is no link.
+    last: Option<String>,
+    /// The manifest of the engine at its end when it was last met, if it knows brief hellos.
+    met: Option<Digest>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Roads {
+    last: u64,
+    roads: BTreeMap<RoadId, Road>,
+    by_target: BTreeMap<(String, EngineId), RoadId>,
+    /// Roads without a link, when the next attempt is due.
+    retries: Timers<RoadId>,
+    /// Of roads that are gone: whom they led to. Bounded by [`MAX_MET`].
+    met: BTreeMap<(String, EngineId), Digest>,
+}
+
+/// Engines that we have met at an address and have no road to.
+const MAX_MET: usize = 1 << 10;
+
+impl Roads {
+    pub(super) fn address(&self, road: RoadId) -> Option<&str> {
+        self.roads.get(&road).map(|r| r.address.as_str())
+    }
+
+    pub(super) fn engine(&self, road: RoadId) -> Option<&EngineId> {
+        self.roads.get(&road).map(|r| &r.engine)
+    }
+
+    pub(super) fn met(&self, road: RoadId) -> Option<Digest> {
+        self.roads.get(&road)?.met
+    }
+
+    pub(super) fn link(&self, road: RoadId) -> Option<LinkId> {
+        self.roads.get(&road)?.link
+    }
+
+    /// Why there is no link, if attempts have failed.
+    pub(super) fn trouble(&self, road: RoadId) -> Option<&str> {
+        self.roads.get(&road)?.last.as_deref()
+    }
+
+    pub(super) fn next_due(&self) -> Option<Duration> {
+        self.retries.next()
+    }
+
+    pub(super) fn stop_waiting(&mut self, road: RoadId, pull: PullId) {
+        if let Some(r) = self.roads.get_mut(&road) {
+            r.waiting.remove(&pull);
+        }
+        self.tidy(road);
+    }
+
+    /// A road that nobody takes is forgotten, but for whom it led to.
+    fn tidy(&mut self, road: RoadId) {
+        let Some(r) = self.roads.get(&road) else { return };
+        if r.link.is_some() || !r.waiting.is_empty() || !r.declines.is_empty() {
+            return;
+        }
+        self.retries.remove(road);
+        let Some(r) = self.roads.remove(&road) else { return };
+        let target = (r.address, r.engine);
+        self.by_target.remove(&target);
+        if let Some(met) = r.met {
+            if self.met.len() >= MAX_MET {
+                self.met.pop_first();
+            }
+            self.met.insert(target, met);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        self.roads.values().map(|r| r.waiting.len() + r.declines.len()).sum()
+    }
+}
+
+impl OwnerSession {
+    /// The road to an engine, made now if there is none.
+    pub(super) fn road_to(&mut self, address: &str, engine: &EngineId) -> RoadId {
+        let target = (address.to_owned(), engine.clone());
+        if let Some(road) = self.roads.by_target.get(&target) {
+            return *road;
+        }
+        self.roads.last += 1;
+        let id = RoadId(self.roads.last);
+        let met = self.roads.met.remove(&target);
+        let road = Road {
+            address: target.0.clone(),
+            engine: target.1.clone(),
+            link: None,
+            waiting: BTreeSet::new(),
+            declines: Vec::new(),
+            failures: 0,
+            last: None,
+            met,
+        };
+        self.roads.roads.insert(id, road);
+        self.roads.by_target.insert(target, id);
+        id
+    }
+
+    /// A request waits until there is a link; it is begun if it isn't being made or retried already.
+    pub(super) fn wait_for_link(&mut self, road: RoadId, pull: PullId) {
+        if let Some(r) = self.roads.roads.get_mut(&road) {
+            r.waiting.insert(pull);
+            self.travel(road);
+        }
+    }
+
+    /// The link of a road has shown to be of no use for a request: another one is made, and this one is closed when what goes over
+    /// it has ended.
+    pub(super) fn renew_link(&mut self, road: RoadId, pull: PullId) {
+        let Some(r) = self.roads.roads.get_mut(&road) else { return };
+        let before = r.link.take();
+        self.wait_for_link(road, pull);
+        if let Some(before) = before.filter(|link| !self.is_in_use(*link)) {
+            self.close_link(before, "it was made anew");
+        }
+    }
+
+    /// Nobody will read this lease: tells its producer.
+    pub(super) fn decline_lease(&mut self, address: &str, fence: Fence) {
+        let road = self.road_to(address, &fence.engine);
+        let up = self.roads.link(road).filter(|link| self.links.peer(*link).is_some());
+        if let Some(link) = up {
+            return self.say_declined(link, fence);
+        }
+        if let Some(r) = self.roads.roads.get_mut(&road) {
+            if r.declines.len() < MAX_DECLINES {
+                r.declines.push(fence);
+            }
+            self.travel(road);
+        }
+    }
+
+    fn say_declined(&mut self, link: LinkId, fence: Fence) {
+        self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
+    }
+
+    fn travel(&mut self, road: RoadId) {
+        let Some(r) = self.roads.roads.get_mut(&road) else { return };
+        if r.link.is_some() || self.roads.retries.is_set(road) {
+            return;
+        }
+        let address = r.address.clone();
+        let link = self.begin_link(road, &address);
+        if let Some(r) = self.roads.roads.get_mut(&road) {
+            r.link = Some(link);
+        }
+    }
+
+    pub(super) fn road_is_up(&mut self, road: RoadId, link: LinkId, met: Option<Digest>) {
+        let Some(r) = self.roads.roads.get_mut(&road) else { return };
+        (r.link, r.failures, r.last, r.met) = (Some(link), 0, None, met);
+        let (waiting, declines) = (std::mem::take(&mut r.waiting), std::mem::take(&mut r.declines));
+        for fence in declines {
+            self.say_declined(link, fence);
+        }
+        for pull in waiting {
+            self.ask(pull, link);
+        }
+    }
+
+    /// A link that was up is gone.
+    pub(super) fn road_is_down(&mut self, road: RoadId, link: LinkId) {
+        let Some(r) = self.roads.roads.get_mut(&road).filter(|r| r.link == Some(link)) else { return };
+        r.link = None;
+        if r.waiting.is_empty() { self.roads.tidy(road) } else { self.travel(road) }
+    }
+
+    /// A link did not come up.
+    pub(super) fn road_failed(&mut self, road: RoadId, link: LinkId, reasons: Vec<String>, refused: bool) {
+        let Some(r) = self.roads.roads.get_mut(&road).filter(|r| r.link == Some(link)) else { return };
+        (r.link, r.met) = (None, None);
+        r.failures = r.failures.saturating_add(1);
+        r.last = Some(reasons.join("; "));
+        // Who is not read is not worth more than one attempt.
+        r.declines.clear();
+        if refused {
+            let (address, waiting) = (r.address.clone(), std::mem::take(&mut r.waiting));
+            for pull in waiting {
+                self.stop(pull, FailureCause::Handshake { address: address.clone(), reasons: reasons.clone() });
+            }
+        }
+        let Some(r) = self.roads.roads.get(&road) else { return };
+        if r.waiting.is_empty() {
+            return self.roads.tidy(road);
+        }
+        let due = self.now.saturating_add(self.config.retry.after(r.failures));
+        self.roads.retries.set(road, due);
+    }
+
+    /// Tries again what is due.
+    pub(super) fn retry_roads(&mut self) {
+        while let Some(road) = self.roads.retries.take_due(self.now) {
+            self.travel(road);
+        }
+    }
+}
