@@ -41,7 +41,7 @@ mod verify;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 
-pub use allow::{AllowedPeer, FLEET, may_claim};
+pub use allow::{AllowedPeer, FLEET};
 pub use error::{SecureError, SecurityError};
 pub use key::{MAX_KEY_ID, SharedKeyBuilder, SharedKeyOptions};
 pub use material::Material;

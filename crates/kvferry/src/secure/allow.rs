@@ -109,7 +109,7 @@ impl AllowList {
         peers.iter().map(entry).collect::<Result<_, _>>().map(Self)
     }
 
-    /// The engine ids that a peer who proves these names may claim, as [`may_claim`] reads them; `None` if no entry matches.
+    /// The engine ids that a peer who proves these names may claim, as [`Allowed`](kvferry_proto::handshake::Allowed) reads them; `None` if no entry matches.
     pub(super) fn admit(&self, names: &[String]) -> Option<Vec<String>> {
         let mut engines = Vec::new();
         let mut admitted = false;
@@ -128,15 +128,6 @@ impl AllowList {
         engines.dedup();
         admitted.then_some(engines)
     }
-}
-
-/// Whether `engine` is one of `engines`: an id, or with a `*` at its end the beginning of one.
-#[must_use]
-pub fn may_claim(engines: &[String], engine: &str) -> bool {
-    engines.iter().any(|allowed| match allowed.strip_suffix('*') {
-        Some(beginning) => engine.starts_with(beginning),
-        None => engine == allowed,
-    })
 }
 
 #[cfg(test)]
@@ -167,18 +158,6 @@ mod tests {
         ] {
             assert_eq!(allow.admit(&names(proven)), engines.map(names), "{proven:?}");
         }
-    }
-
-    #[test]
-    fn sec_engine_ids_are_equal_or_begin_so() {
-        let allowed = names(&["decode-*", "spare"]);
-        for (engine, ok) in
-            [("decode-0", true), ("decode-", true), ("decode", false), ("spare", true), ("spare-1", false), ("", false)]
-        {
-            assert_eq!(may_claim(&allowed, engine), ok, "{engine}");
-        }
-        assert!(may_claim(&names(&["*"]), "anything"));
-        assert!(!may_claim(&[], "anything"));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use data_encoding::{BASE64, HEXLOWER_PERMISSIVE};
+use kvferry_proto::handshake::Allowed;
 use zeroize::Zeroizing;
 
 use super::SecurityError;
@@ -66,7 +67,7 @@ impl SharedKeyOptions {
         let names = vec![id.to_owned()];
         let engines = match &self.0.allow {
             None => None,
-            Some(allow) => Some(allow.admit(&names)?.into()),
+            Some(allow) => Some(Allowed::new(allow.admit(&names)?).into()),
         };
         Some(Peer { names: Some(names.into()), engines })
     }

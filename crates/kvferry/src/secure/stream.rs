@@ -6,18 +6,19 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use kvferry_proto::handshake::Allowed;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::TlsStream;
 use tokio_rustls::rustls::Error as TlsError;
 
 use super::frames::KeyedStream;
-use super::{may_claim, noise, tls};
+use super::{noise, tls};
 
 /// Who is at the other end.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Peer {
     pub(super) names: Option<Arc<[String]>>,
-    pub(super) engines: Option<Arc<[String]>>,
+    pub(super) engines: Option<Arc<Allowed>>,
 }
 
 /// A link whose other end is known, as far as its [`Security`](super::Security) goes, and whose bytes are protected by it.
@@ -65,16 +66,10 @@ impl<S> Secured<S> {
         self.peer.names.clone()
     }
 
-    /// The engine ids that the other end may claim, of which a `*` at the end of one stands for any rest; `None` if it may be any.
+    /// The engines that the other end may say it is; `None` if any.
     #[must_use]
-    pub fn engines(&self) -> Option<Arc<[String]>> {
+    pub fn engines(&self) -> Option<Arc<Allowed>> {
         self.peer.engines.clone()
-    }
-
-    /// Whether the other end may say that it is this engine.
-    #[must_use]
-    pub fn may_claim(&self, engine: &str) -> bool {
-        self.peer.engines.as_ref().is_none_or(|engines| may_claim(engines, engine))
     }
 
     /// The socket.

@@ -9,6 +9,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use kvferry_proto::names::EngineId;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, ExtendedKeyUsagePurpose,
     IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevocationReason, RevokedCertParams, SanType, SerialNumber,
@@ -138,6 +139,11 @@ type Link = Result<Secured<DuplexStream>, SecureError>;
 async fn meet(client: &Security, server: &Security) -> (Link, Link) {
     let (a, b) = duplex(1 << 16);
     soon(async { tokio::join!(super::client(a, client, None), super::server(b, server)) }).await
+}
+
+/// Whether the other end may say that it is this engine.
+fn may<S>(link: &Secured<S>, engine: &str) -> bool {
+    link.engines().is_none_or(|engines| engines.has(&EngineId::new(engine).unwrap()))
 }
 
 /// Two ends that must come to an agreement.

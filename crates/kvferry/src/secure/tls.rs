@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use kvferry_proto::handshake::Allowed;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::rustls::client::Resumption;
 use tokio_rustls::rustls::crypto::ring::default_provider;
@@ -118,7 +119,7 @@ impl TlsOptions {
         }
         let names = session.peer_certificates().and_then(<[_]>::first).map(names).unwrap_or_default();
         match self.0.allow.admit(&names) {
-            Some(engines) => Ok(Peer { names: Some(names.into()), engines: Some(engines.into()) }),
+            Some(engines) => Ok(Peer { names: Some(names.into()), engines: Some(Allowed::new(engines).into()) }),
             None => Err(SecureError::NotAllowed { names }),
         }
     }

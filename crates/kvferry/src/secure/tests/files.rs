@@ -122,17 +122,17 @@ async fn sec_certificates_and_keys_are_renewed_without_a_restart() {
     let kept = tls.clone();
     let peer = authority.tls(&authority.engine("peer"));
     let (mut before, mut far) = linked(&peer, &tls).await;
-    assert!(before.may_claim("old"));
+    assert!(may(&before, "old"));
     drop(files.fleet(&authority, &authority.engine("new")));
     let (link, _far) = linked(&peer, &tls).await;
-    assert!(link.may_claim("old"), "not read yet");
+    assert!(may(&link, "old"), "not read yet");
     kept.reload().unwrap();
     let (link, _far) = linked(&peer, &tls).await;
-    assert!(link.may_claim("new") && !link.may_claim("old"));
+    assert!(may(&link, "new") && !may(&link, "old"));
     files.put("tls.key", "half a fi", 0o600);
     assert!(matches!(tls.reload(), Err(SecurityError::NotPem { .. })));
     let (link, _far) = linked(&peer, &tls).await;
-    assert!(link.may_claim("new"));
+    assert!(may(&link, "new"));
     // A link that was up goes on.
     far.write_u8(7).await.unwrap();
     assert_eq!(soon(before.read_u8()).await.unwrap(), 7);
