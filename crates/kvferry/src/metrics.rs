@@ -43,30 +43,26 @@ pub(crate) struct OwnerMetrics {
     handshakes: Words<Counter>,
     ranks_lost: Counter,
     gauges: Gauges,
+    standing: Standing,
     interval: Transfers,
     next: Duration,
 }
 
 struct Gauges {
     pending: Gauge,
-    offered: Gauge,
-    bound: Gauge,
+    leases: Gauge,
     quarantine: Gauge,
     links: Gauge,
     joined: Gauge,
     missing: Gauge,
 }
 
-/// What an owner has of everything at a time.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Standing {
-    pub(crate) pulls: usize,
-    pub(crate) offered: usize,
-    pub(crate) bound: usize,
-    pub(crate) quarantined: usize,
-    pub(crate) links: usize,
-    pub(crate) joined: usize,
-    pub(crate) missing: usize,
+/// What there is of what begins and ends here.
+#[derive(Default)]
+struct Standing {
+    pulls: u64,
+    leases: u64,
+    links: u64,
 }
 
 /// How a handshake ended.
@@ -99,17 +95,22 @@ impl OwnerMetrics {
             ranks_lost: counter(&n::RANKS_LOST, vec![e.clone()]),
             gauges: Gauges {
                 pending: gauge(&n::PENDING, None),
-                offered: gauge(&n::LEASES, Some("offered")),
-                bound: gauge(&n::LEASES, Some("bound")),
+                leases: gauge(&n::LEASES, None),
                 quarantine: gauge(&n::QUARANTINE, None),
                 links: gauge(&n::LINKS, None),
                 joined: gauge(&n::RANKS, Some("joined")),
                 missing: gauge(&n::RANKS, Some("missing")),
             },
+            standing: Standing::default(),
             interval: Transfers::default(),
             next: INTERVAL,
             engine: e,
         }
+    }
+
+    /// The engine wants to pull.
+    pub(crate) fn pull_begun(&mut self) {
+        self.standing.pulls += 1;
     }
 
     /// A pull has ended.
@@ -122,11 +123,13 @@ impl OwnerMetrics {
 
     /// The engine has offered blocks.
     pub(crate) fn offered(&mut self, accepted: bool) {
+        self.standing.leases += u64::from(accepted);
         self.offers[usize::from(!accepted)].increment(1);
     }
 
     /// A lease is over.
     pub(crate) fn lease_closed(&mut self, how: Closing, age: Duration, consumer: Option<&EngineId>) {
+        self.standing.leases = self.standing.leases.saturating_sub(1);
         self.ages.of(how.name()).record(age);
         match consumer {
             Some(consumer) => self.peer(consumer).leases.of(how.name()).increment(1),
@@ -141,6 +144,7 @@ impl OwnerMetrics {
 
     /// Two owners know each other.
     pub(crate) fn link_up(&mut self, peer: &EngineId, took: Duration) {
+        self.standing.links += 1;
         self.handshakes.of("ok").increment(1);
         self.peer(peer).handshake_time.record(took);
     }
@@ -156,6 +160,7 @@ impl OwnerMetrics {
 
     /// A link that was up is gone.
     pub(crate) fn link_down(&mut self, peer: &EngineId) {
+        self.standing.links = self.standing.links.saturating_sub(1);
         self.peer(peer).links_lost.increment(1);
     }
 
@@ -174,18 +179,18 @@ impl OwnerMetrics {
         self.ranks_lost.increment(1);
     }
 
-    /// What there is now; to be told about once a second.
-    pub(crate) fn standing(&mut self, now: Standing) {
+    /// What there is now, with what only the session knows: blocks in quarantine, ranks of the engine, and how many of them are
+    /// missing. To be told about once a second.
+    pub(crate) fn standing(&mut self, quarantined: usize, ranks: usize, missing: usize) {
         #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
-        let set = |gauge: &Gauge, count: usize| gauge.set(count as f64);
+        let set = |gauge: &Gauge, count: u64| gauge.set(count as f64);
         let g = &self.gauges;
-        set(&g.pending, now.pulls);
-        set(&g.offered, now.offered);
-        set(&g.bound, now.bound);
-        set(&g.quarantine, now.quarantined);
-        set(&g.links, now.links);
-        set(&g.joined, now.joined);
-        set(&g.missing, now.missing);
+        set(&g.pending, self.standing.pulls);
+        set(&g.leases, self.standing.leases);
+        set(&g.links, self.standing.links);
+        set(&g.quarantine, quarantined as u64);
+        set(&g.joined, ranks.saturating_sub(missing) as u64);
+        set(&g.missing, missing as u64);
     }
 
     /// Every ten seconds, what the ranks have read since; `None` if that is nothing, not even a failure.
@@ -198,6 +203,7 @@ impl OwnerMetrics {
     }
 
     fn ended(&mut self, report: &Report, cause: Option<&FailureCause>) {
+        self.standing.pulls = self.standing.pulls.saturating_sub(1);
         self.interval.record_report(report);
         let outcome = match cause {
             None => Outcome::Delivered,

@@ -110,7 +110,7 @@ metrics! {
     HEARTBEATS = counter("kvferry_heartbeats_total", &["peer", "direction"], "heartbeats, each for all leases of a peer: sent, received");
     RANKS_LOST = counter("kvferry_ranks_lost_total", &[], "ranks of this engine that are gone");
     PENDING = gauge("kvferry_pulls_pending", &[], "pulls that have not ended");
-    LEASES = gauge("kvferry_leases_open", &["state"], "leases that are open: offered, bound");
+    LEASES = gauge("kvferry_leases_open", &[], "leases that are open, bound or not");
     QUARANTINE = gauge("kvferry_quarantined_blocks", &[], "blocks that may still be written by a pull which has ended");
     LINKS = gauge("kvferry_links", &[], "links to other owners that are up");
     RANKS = gauge("kvferry_ranks", &["state"], "ranks of this engine: joined, missing");
