@@ -15,7 +15,8 @@ use tokio_rustls::rustls::pki_types::{
 use tokio_rustls::rustls::server::NoServerSessionStorage;
 use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{
-    AlertDescription, CertificateError, ClientConfig, CommonState, Error, InconsistentKeys, OtherError, ServerConfig,
+    AlertDescription, CertificateError, ClientConfig, CommonState, Error, InconsistentKeys, OtherError,
+    PeerIncompatible, ServerConfig,
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 use webpki::{BorrowedCertRevocationList, KeyUsage, OwnedCertRevocationList};
@@ -339,6 +340,9 @@ pub(super) fn failure(error: io::Error) -> SecureError {
     match error {
         Error::AlertReceived(alert) => alarmed(*alert),
         Error::InvalidMessage(_) => SecureError::OtherKind { ours: KIND, theirs: "something that isn't TLS" },
+        Error::PeerIncompatible(PeerIncompatible::SupportedVersionsExtensionRequired) => {
+            SecureError::OtherKind { ours: KIND, theirs: "another version of TLS" }
+        }
         Error::NoCertificatesPresented => {
             SecureError::Certificate { reason: "it sent none; both ends need one (TlsOptions of the other end)".into() }
         }
@@ -391,6 +395,7 @@ fn certificate_reason(error: &CertificateError) -> String {
             "none of our roots issued it; add its authority to the roots, or its intermediate certificates to its file"
                 .into()
         }
+        CertificateError::Revoked => "its authority has revoked it".into(),
         CertificateError::InvalidPurpose => {
             "its extended key usage lacks clientAuth or serverAuth, and an engine is both".into()
         }

@@ -263,3 +263,44 @@ async fn sec_tls_intermediate_authorities_are_followed() {
     let (_client, link) = meet(&without, &server).await;
     assert!(matches!(link.unwrap_err(), SecureError::Certificate { reason } if reason.contains("intermediate")));
 }
+
+/// A stranger's handshake can't make the server hold more than 64 KiB of it.
+#[tokio::test]
+async fn sec_tls_a_huge_handshake_is_refused() {
+    let authority = Authority::new("fleet");
+    let server = authority.tls(&authority.engine("prefill-0"));
+    let (mut stranger, victim) = duplex(1 << 20);
+    let sending = async {
+        // A client's hello of 16 MiB, in records of 16 KiB.
+        let mut record = vec![0; 5 + (16 << 10)];
+        record[..9].copy_from_slice(&[0x16, 3, 1, 0x40, 0, 1, 0xff, 0xff, 0xff]);
+        let mut sent = 0;
+        while sent < 4 << 20 && stranger.write_all(&record).await.is_ok() {
+            sent += record.len();
+            record[5..9].fill(0);
+            tokio::task::yield_now().await;
+        }
+        sent
+    };
+    let (link, sent) = soon(async { tokio::join!(super::super::server(victim, &server), sending) }).await;
+    assert!(link.is_err() && sent < 2 << 20, "{sent}");
+}
+
+/// A change of any byte that the handshake protects is noticed. (The versions in the headers of records mean nothing in TLS 1.3.)
+#[tokio::test]
+async fn sec_tls_a_handshake_that_was_tampered_with_fails() {
+    let authority = Authority::new("fleet");
+    let (client, server) = (authority.tls(&authority.engine("d")), authority.tls(&authority.engine("p")));
+    let places = (5..180).step_by(11).map(|at| (Some(at), None)).chain((5..400).step_by(23).map(|at| (None, Some(at))));
+    for (up, down) in places {
+        let harm = |flip| Harm { flip, ..Harm::default() };
+        let (ours, theirs, _) = network(harm(up), harm(down));
+        let limit = Duration::from_millis(200);
+        let ends = async {
+            let client = tokio::time::timeout(limit, super::super::client(ours, &client, None));
+            tokio::join!(client, tokio::time::timeout(limit, super::super::server(theirs, &server)))
+        };
+        let (client, server) = soon(ends).await;
+        assert!(!matches!(server, Ok(Ok(_))) && !matches!(client, Ok(Ok(_))), "up {up:?} down {down:?}");
+    }
+}
