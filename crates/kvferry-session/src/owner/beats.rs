@@ -12,6 +12,9 @@ use crate::outcome::FailureCause;
 /// Heartbeats of a link whose answers are awaited, at most: those before are of no use any more.
 const MAX_AWAITED: usize = 4;
 
+/// A lease that is about to end is not beaten for more often than every third of this.
+const SHORTEST: Duration = Duration::from_millis(30);
+
 /// A heartbeat that was sent: when, and for which requests.
 type Sent = (Duration, Vec<PullId>);
 
@@ -39,11 +42,16 @@ impl Beats {
 }
 
 impl OwnerSession {
-    /// A lease with an end is read over this link: it is beaten for from now on.
-    pub(super) fn beat_for(&mut self, link: LinkId) {
-        if self.links.knows_leases(link) && !self.beats.due.is_set(link) {
-            self.beats.due.set(link, self.now.saturating_add(self.config.lease.beat));
+    /// A lease with so much left is read over this link: it is beaten for from now on.
+    pub(super) fn beat_for(&mut self, link: LinkId, left: Duration) {
+        if self.links.knows_leases(link) {
+            self.beats.due.hasten(link, self.next_beat(left));
         }
+    }
+
+    /// Often enough for a lease that is shorter than usual, too.
+    fn next_beat(&self, left: Duration) -> Duration {
+        self.now.saturating_add(self.config.lease.beat.min(left / 3))
     }
 
     pub(super) fn beats_end(&mut self, link: LinkId) {
@@ -63,14 +71,15 @@ impl OwnerSession {
                 let pulse = self.beats.of_link.entry(link).or_default();
                 pulse.last += 1;
                 let beat = pulse.last;
-                pulse.awaited.insert(beat, (self.now, chunk.iter().map(|(pull, _)| *pull).collect()));
+                pulse.awaited.insert(beat, (self.now, chunk.iter().map(|(pull, ..)| *pull).collect()));
                 while pulse.awaited.len() > MAX_AWAITED.max(leases.len().div_ceil(MAX_BEATS) * 2) {
                     pulse.awaited.pop_first();
                 }
-                let leases = chunk.iter().map(|(_, lease)| *lease).collect();
+                let leases = chunk.iter().map(|(_, lease, _)| *lease).collect();
                 self.send_peer(link, PeerMessage::Heartbeat(Heartbeat { beat, leases }));
             }
-            self.beats.due.set(link, self.now.saturating_add(self.config.lease.beat));
+            let shortest = leases.iter().map(|(.., end)| end.saturating_sub(self.now)).min();
+            self.beats.due.set(link, self.next_beat(shortest.unwrap_or(self.config.lease.beat).max(SHORTEST)));
         }
     }
 

@@ -299,7 +299,7 @@ impl OwnerSession {
             First::Again(again) => greeting.on_again(again, self.links.manifests.get(again.digest)),
         };
         if let Some(l) = self.links.links.get_mut(&link) {
-            l.ours = Some(ours);
+            (l.ours, l.briefly) = (Some(ours), matches!(answer, PeerMessage::Again(_)));
         }
         match met {
             Ok(met) => {

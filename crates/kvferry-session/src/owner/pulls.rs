@@ -205,12 +205,12 @@ impl Pulls {
         Some(std::mem::replace(&mut self.open.get_mut(&id)?.state, State::Moving))
     }
 
-    /// The leases with an end that are read over a link.
-    pub(super) fn ending_leases(&self, link: LinkId) -> Vec<(PullId, (LeaseId, Attempt))> {
+    /// The leases with an end that are read over a link, and when they end.
+    pub(super) fn ending_leases(&self, link: LinkId) -> Vec<(PullId, (LeaseId, Attempt), Duration)> {
         let of_link = self.on_link.get(&link).into_iter().flatten();
         let ending = of_link.filter_map(|id| {
-            let pull = self.open.get(id).filter(|p| p.lease_end.is_some() && !matches!(p.state, State::Asking(..)))?;
-            Some((*id, (pull.wish.fence.lease, pull.attempt)))
+            let pull = self.open.get(id).filter(|p| !matches!(p.state, State::Asking(..)))?;
+            Some((*id, (pull.wish.fence.lease, pull.attempt), pull.lease_end?))
         });
         ending.collect()
     }
@@ -420,8 +420,8 @@ impl OwnerSession {
                         Some(left) if left <= margin => {
                             self.give_back(id, link, granted, FailureCause::LeaseExpired { left, margin });
                         }
-                        Some(_) => {
-                            self.beat_for(link);
+                        Some(left) => {
+                            self.beat_for(link, left);
                             self.read(id, link, granted);
                         }
                         None => self.read(id, link, granted),

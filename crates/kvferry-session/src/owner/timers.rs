@@ -26,6 +26,13 @@ impl<K: Copy + Ord> Timers<K> {
         self.by_time.insert((due, name));
     }
 
+    /// This is due then, unless it is due before.
+    pub(super) fn hasten(&mut self, name: K, due: Duration) {
+        if self.by_name.get(&name).is_none_or(|before| due < *before) {
+            self.set(name, due);
+        }
+    }
+
     /// This is not due any more.
     pub(super) fn remove(&mut self, name: K) {
         if let Some(before) = self.by_name.remove(&name) {
@@ -68,6 +75,7 @@ mod tests {
         for (name, due) in [(1, 9), (2, 5), (3, 7), (2, 8), (1, 2), (4, 1)] {
             timers.set(name, at(due));
         }
+        timers.hasten(2, at(9));
         timers.remove(4);
         timers.remove(4);
         assert_eq!(timers.next(), Some(at(2)));
