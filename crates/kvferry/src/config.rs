@@ -20,6 +20,7 @@ use kvferry_session::owner::{Backoff, LeaseTerms, Limits};
 use kvferry_transport::preflight::Policy;
 
 use crate::address::Address;
+use crate::owner::options::ConnectionLimits;
 use crate::worker::StagingOptions;
 
 mod check;
@@ -56,6 +57,8 @@ pub struct EngineConfig {
     pub retry: Backoff,
     /// How much of anything the owner takes on.
     pub limits: Limits,
+    /// How much of anything there may be on its sockets.
+    pub connections: ConnectionLimits,
     /// How the ranks read.
     pub worker: WorkerOptions,
 }
@@ -162,6 +165,7 @@ impl EngineConfig {
             lease: LeaseTerms::default(),
             retry: Backoff::default(),
             limits: Limits::default(),
+            connections: ConnectionLimits::default(),
             worker: WorkerOptions::default(),
         }
     }

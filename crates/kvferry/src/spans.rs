@@ -207,7 +207,7 @@ mod tests {
         first_attempt(EngineId::new("p").unwrap(), Epoch::new(1), LeaseId::new(0xabc))
     }
 
-    fn failed() -> Result<Delivered, Failed> {
+    fn failed() -> Failed {
         let report = Report {
             fence: fence(),
             assurance: Assurance::Fenced,
@@ -221,7 +221,7 @@ mod tests {
             phases: Phases::default(),
             took: Duration::from_millis(3),
         };
-        Err(Failed { cause: FailureCause::Stale, report })
+        Failed { cause: FailureCause::Stale, report }
     }
 
     #[test]
@@ -233,7 +233,7 @@ mod tests {
             let mut span = PullSpan::new(&d, &fence());
             span.phase(Phase::Link);
             span.phase(Phase::Read);
-            span.ended(&failed());
+            span.ended(&Err(failed()));
         });
         let heard = notes.taken();
         assert_eq!(
@@ -272,7 +272,7 @@ mod tests {
     /// Not a figure to compare: only that nothing is formatted or allocated for nobody, which would be a thousand times more.
     #[test]
     fn without_a_subscriber_it_costs_next_to_nothing() {
-        let (d, fence, result) = (EngineId::new("d").unwrap(), fence(), failed());
+        let (d, fence, result) = (EngineId::new("d").unwrap(), fence(), Err(failed()));
         let rounds = 100_000u32;
         let start = Instant::now();
         for _ in 0..rounds {

@@ -6,6 +6,9 @@ use kvferry_geometry::units::Bytes;
 
 use super::{ConfigFault, EngineConfig, SecurityMode};
 
+/// The least that sockets need, in bytes: less than the description of a small engine.
+const SMALLEST: usize = 4096;
+
 /// Each with the key that is to be changed.
 pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault)> {
     let mut faults = Vec::new();
@@ -33,6 +36,25 @@ pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault
         if size == Bytes::ZERO {
             contradiction(key, "is 0, so nothing could ever be read".into());
         }
+    }
+    let sockets = &c.connections;
+    for (key, size) in [
+        ("connections.stranger_message", sockets.stranger_message),
+        ("connections.stranger_bytes", sockets.stranger_bytes),
+        ("connections.waiting", sockets.waiting),
+    ] {
+        if size < SMALLEST {
+            contradiction(
+                key,
+                format!("is {size} bytes, too little for any engine's description: give {SMALLEST} at least"),
+            );
+        }
+    }
+    if sockets.stranger_bytes < sockets.stranger_message {
+        contradiction(
+            "connections.stranger_bytes",
+            "is less than connections.stranger_message: a message of that length could never be read".into(),
+        );
     }
     if let Some(listen) = &c.control.listen {
         let open = c.security.mode == SecurityMode::Plaintext && !c.security.plaintext_beyond_loopback;

@@ -31,6 +31,7 @@ fn rest(reader: &mut Reader, mut config: EngineConfig) -> EngineConfig {
     security(reader, &mut config);
     times(reader, &mut config);
     limits(reader, &mut config);
+    connections(reader, &mut config);
     worker(reader, &mut config);
     if reader.is_sound() {
         for (key, fault) in check::contradictions(&config) {
@@ -153,6 +154,15 @@ fn limits(r: &mut Reader, c: &mut EngineConfig) {
     r.count("limits.manifests", &mut c.manifests, 0);
 }
 
+fn connections(r: &mut Reader, c: &mut EngineConfig) {
+    let c = &mut c.connections;
+    r.count("connections.peers", &mut c.peers, 1);
+    r.count("connections.strangers", &mut c.strangers, 1);
+    length(r, "connections.stranger_message", &mut c.stranger_message);
+    length(r, "connections.stranger_bytes", &mut c.stranger_bytes);
+    length(r, "connections.waiting", &mut c.waiting);
+}
+
 fn worker(r: &mut Reader, c: &mut EngineConfig) {
     let c = &mut c.worker;
     r.duration("worker.connect_timeout", &mut c.connect_timeout);
@@ -181,4 +191,17 @@ fn bytes(r: &mut Reader, key: &str, into: &mut Bytes) {
     let mut size = into.get();
     r.size(key, &mut size);
     *into = Bytes::new(size);
+}
+
+/// A size of something in this process's memory.
+fn length(r: &mut Reader, key: &str, into: &mut usize) {
+    let mut size = *into as u64;
+    r.size(key, &mut size);
+    match usize::try_from(size) {
+        Ok(size) => *into = size,
+        Err(_) => {
+            let why = "that is more than this machine can address".into();
+            r.fault(key, ConfigFault::Invalid { got: size.to_string(), why });
+        }
+    }
 }

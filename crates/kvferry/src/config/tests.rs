@@ -206,6 +206,8 @@ fn values_that_cannot_be_together_are_faults_of_the_key_to_change() {
         ("lease.ttl = \"0s\"", "lease.ttl", "no time at all"),
         ("retry = { first = \"2s\", most = \"1s\" }", "retry.most", "less than"),
         ("worker.admission.slice = \"0B\"", "worker.admission.slice", "nothing could ever be read"),
+        ("connections.waiting = \"1kB\"", "connections.waiting", "too little"),
+        ("connections.stranger_bytes = \"1MiB\"", "connections.stranger_bytes", "could never be read"),
         ("worker.lanes.require = [\"RDMA\"]", "worker.lanes.require", "can't be the name of a lane"),
         ("security.mode = \"tls\"", "security.tls.roots", "is missing"),
         ("security.mode = \"shared_key\"", "security.shared_key.key", "is missing"),

@@ -51,10 +51,10 @@ fn report(peer: &str) -> Report {
     }
 }
 
-fn failed(peer: &str, cause: FailureCause) -> Result<Delivered, Failed> {
+fn failed(peer: &str, cause: FailureCause) -> Failed {
     let fault = RankFault { stage: Stage::Read, text: "gone".into(), in_doubt: false, bad: Vec::new() };
     let faults = vec![(RankId::new(1), fault)];
-    Err(Failed { cause, report: Report { faults, ..report(peer) } })
+    Failed { cause, report: Report { faults, ..report(peer) } }
 }
 
 /// Everything that can happen, once.
@@ -64,8 +64,8 @@ fn everything(m: &mut OwnerMetrics) {
         m.pull_begun();
     }
     m.ended(&report("p"), None);
-    m.pull_ended(&failed("p", FailureCause::Stale));
-    m.pull_ended(&failed("p", FailureCause::Cancelled));
+    m.pull_ended(&Err(failed("p", FailureCause::Stale)));
+    m.pull_ended(&Err(failed("p", FailureCause::Cancelled)));
     m.offered(true);
     m.offered(true);
     m.offered(false);
@@ -266,10 +266,8 @@ fn me_01_intervals_tell_what_ranks_did_even_if_it_was_only_failing() {
     // Two ranks: one read 4,000 bytes from two sources at once, in 10 ms; the other as many in 20 ms.
     assert_eq!((t.count(), t.failures(), t.bytes(), t.time()), (2, 0, Bytes::new(8000), Duration::from_millis(30)));
     let mut only_failures = failed("p", FailureCause::Stale);
-    if let Err(failed) = &mut only_failures {
-        failed.report.pairs.clear();
-    }
-    m.pull_ended(&only_failures);
+    only_failures.report.pairs.clear();
+    m.pull_ended(&Err(only_failures));
     let t = m.interval(second(60)).unwrap();
     assert_eq!((t.count(), t.failures()), (0, 1));
     assert_eq!(m.interval(second(90)), None);
