@@ -1,6 +1,6 @@
 //! The lanes to producers' ranks: how each stands, and whether it may carry anything.
 //!
-//! A [`Policy`] that requires something is checked when a lane is up, and nothing is posted on it before. Where it asks for a least
+//! Nothing is posted on a lane before it is up; then it is checked, if a [`Policy`] requires something. Where it asks for a least
 //! rate, the lane is probed: a few reads of the peer's memory into scratch memory that no peer is told of, one lane after the
 //! other. The reads share the rank's thread and cards with all that it does otherwise, so the rate that they find is one that the
 //! lane has at least: the best of a few probes counts, and only after the last of them a lane is refused. It stays so for as long
@@ -138,9 +138,8 @@ impl Lanes {
 
     pub(super) fn gate(&self, peer: PeerId) -> Gate {
         match self.known.get(&peer).map(|k| &k.standing) {
-            // The transport has those wait itself that are not up yet.
-            _ if self.policy.is_any() => Gate::Open,
             Some(LaneStanding::Refused(why)) => Gate::Refused(format!("the lane is refused: {why}")),
+            // Also where nothing is required: what waits in the transport for a rank that is gone would keep others from posting.
             Some(LaneStanding::Connecting | LaneStanding::Probing) => Gate::Wait,
             // Of one that is lost or forgotten the transport says what there is to say.
             Some(LaneStanding::Up | LaneStanding::Lost(_) | LaneStanding::Left) | None => Gate::Open,

@@ -139,11 +139,10 @@ fn a_lane_that_is_slow_once_is_not_refused() {
     assert!(measured(&w) >= 2.0 * f64::from(u32::try_from(least).unwrap()) * 0.9, "the best counts");
 }
 
-/// Where nothing is required, operations wait for a slow lane in the transport; where something is, before it. They can be given up
-/// either way.
+/// Operations wait for a slow lane before they are posted, whether something is required of it or not. They can be given up.
 #[test]
 fn a_lane_that_comes_up_late_delays() {
-    for policy in [policy(&["in-process"], None), policy(&[], Some(1))] {
+    for policy in [policy(&["in-process"], None), policy(&[], Some(1)), Policy::default()] {
         let mut w = World::with(Script::default(), policy.clone());
         w.held.store(true, Ordering::Relaxed);
         for round in 1..3 {
@@ -253,7 +252,7 @@ fn registered_anew(w: &mut World) -> Vec<RankContact> {
 }
 
 /// The consumer hears of an engine that is like the producer, and reads from it from now on; gives from whom it has read.
-fn introduce(w: &mut World, id: &str, contacts: Vec<RankContact>) -> Digest {
+pub(super) fn introduce(w: &mut World, id: &str, contacts: Vec<RankContact>) -> Digest {
     let engine = EngineId::new(id).unwrap();
     let engine = EngineManifest::new(engine, Epoch::new(2), (*manifest(2)).clone(), contacts).unwrap();
     let old = std::mem::replace(&mut w.pairing.peer, engine.digest());

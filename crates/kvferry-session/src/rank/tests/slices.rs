@@ -115,6 +115,7 @@ fn fr_01_a_failed_slice_ends_nothing_under_its_siblings() {
         let mut w = world(script, admission(1024, 6));
         w.deaf.store(true, Ordering::Relaxed);
         w.pull(Assurance::Fenced);
+        assert!(step(&mut w).is_empty());
         assert_eq!(w.d.end.ops.len(), 6);
         let ended = steps(&mut w, 400);
         assert!(ended.is_empty(), "some are in flight: {ended:?}");
@@ -202,7 +203,7 @@ fn fr_13_no_request_is_too_large_and_none_blocks_the_rank() {
     assert!(matches!(&w.ended[..], [Ok(report)] if report.slices >= 342), "{:?}", w.ended);
     let mut w = world(all(40, &OpFault::HoldCompletion(SECOND / 10)), admission(1 << 20, 8));
     (1..=20).for_each(|pull| order(&mut w, pull, 100, None));
-    let mut ended = Vec::new();
+    let mut ended = step(&mut w);
     // Two sources each: eight operations are four requests.
     for round in 1..=5 {
         assert_eq!(w.d.end.ops.len(), 8);
@@ -211,7 +212,7 @@ fn fr_13_no_request_is_too_large_and_none_blocks_the_rank() {
     }
     assert!(ended.iter().all(|(_, r)| r.is_ok()), "{ended:?}");
     let queued = |n: usize| ended[n].1.as_ref().unwrap().queued;
-    assert_eq!(queued(0), Duration::ZERO);
+    assert!(queued(0) < SECOND / 100, "{:?}", queued(0));
     assert!(queued(19) >= SECOND * 4 / 10 && queued(19) <= SECOND / 2, "{:?}", queued(19));
 }
 
@@ -238,7 +239,7 @@ fn a_request_that_is_late_in_the_queue_fails_there() {
     assert_eq!(ended.iter().map(|(id, r)| (*id, r.is_ok())).collect::<Vec<_>>(), [(1, true), (3, true)]);
     assert!(w.d.unposted.is_empty());
     // So does one that waits for its lane.
-    let mut w = World::with(Script::default(), Policy::new(["in-process"], None).unwrap());
+    let mut w = World::new(Script::default());
     w.held.store(true, Ordering::Relaxed);
     order(&mut w, 1, 100, Some(SECOND));
     w.now += SECOND;
@@ -287,6 +288,27 @@ fn a_lane_that_breaks_drops_what_is_not_posted() {
     let [(1, Err(fault))] = &ended[..] else { panic!("{ended:?}") };
     assert!(matches!(fault.stage, Stage::Connect | Stage::Read) && fault.text.starts_with("source rank 1"), "{fault}");
     assert!(w.d.end.ops.is_empty() && w.d.queue.pick().is_none());
+}
+
+/// An engine that doesn't answer keeps none of the rank's room from others.
+#[test]
+fn an_engine_that_is_not_there_holds_nobody_up() {
+    let mut w = world(Script::default(), admission(1024, 1));
+    order(&mut w, 1, 100, None);
+    assert!(matches!(&steps(&mut w, 200)[..], [(1, Ok(_))]));
+    w.held.store(true, Ordering::Relaxed);
+    let (gone, contacts): (Vec<_>, Vec<_>) =
+        (0..2).map(|rank| session("gone", rank, 2, Box::new(w.network.endpoint().unwrap()))).unzip();
+    let there = super::lanes::introduce(&mut w, "gone", contacts);
+    order(&mut w, 2, 200, None);
+    assert!(steps(&mut w, 10).is_empty() && flying(&w, 2) == 0);
+    w.pairing.peer = there;
+    order(&mut w, 3, 100, None);
+    assert!(matches!(&steps(&mut w, 200)[..], [(3, Ok(_))]));
+    drop(gone);
+    w.held.store(false, Ordering::Relaxed);
+    let ended = steps(&mut w, 200);
+    assert!(matches!(&ended[..], [(2, Err(f))] if f.stage == Stage::Connect), "{ended:?}");
 }
 
 /// Other ranks of the engine were restarted: it is another engine to its owner, and this rank reads on.
