@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use kvferry_proto::lease::Closing;
 use kvferry_proto::names::EngineId;
+use kvferry_proto::peer::BindRefusal;
 use kvferry_proto::rank::Stage;
 use kvferry_session::outcome::{Phase, Report};
 use kvferry_session::{Delivered, Failed, FailureCause};
@@ -35,8 +36,10 @@ const INTERVAL: Duration = Duration::from_secs(10);
 /// The counts of one owner.
 pub(crate) struct OwnerMetrics {
     engine: Label,
-    peers: HashMap<EngineId, PeerMetrics>,
-    other: Option<PeerMetrics>,
+    /// Where each of the first engines is in `peers`.
+    places: HashMap<EngineId, usize>,
+    /// One for each of them, and after the last possible one that of all others.
+    peers: Vec<PeerMetrics>,
     offers: [Counter; 2],
     unbound: Words<Counter>,
     ages: Words<Histogram>,
@@ -86,8 +89,8 @@ impl OwnerMetrics {
         let offers =
             ["accepted", "refused"].map(|outcome| counter(&n::OFFERS, vec![e.clone(), Label::new("outcome", outcome)]));
         Self {
-            peers: HashMap::new(),
-            other: None,
+            places: HashMap::new(),
+            peers: Vec::new(),
             offers,
             unbound: Words::new(&n::LEASES_CLOSED, "how", vec![e.clone(), Label::new("peer", "none")]),
             ages: Words::new(&n::LEASE_AGE, "how", vec![e.clone()]),
@@ -180,7 +183,7 @@ impl OwnerMetrics {
     }
 
     /// What there is now, with what only the session knows: blocks in quarantine, ranks of the engine, and how many of them are
-    /// missing. To be told about once a second.
+    /// missing. To be told whenever the driver has nothing left to do.
     pub(crate) fn standing(&mut self, quarantined: usize, ranks: usize, missing: usize) {
         #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
         let set = |gauge: &Gauge, count: u64| gauge.set(count as f64);
@@ -191,6 +194,11 @@ impl OwnerMetrics {
         set(&g.quarantine, quarantined as u64);
         set(&g.joined, ranks.saturating_sub(missing) as u64);
         set(&g.missing, missing as u64);
+    }
+
+    /// When [`interval`](Self::interval) has something to say; `None` while it has nothing.
+    pub(crate) fn due(&self) -> Option<Duration> {
+        (!self.interval.is_empty()).then_some(self.next)
     }
 
     /// Every ten seconds, what the ranks have read since; `None` if that is nothing, not even a failure.
@@ -241,7 +249,7 @@ impl OwnerMetrics {
                 peer.bytes.record(bytes as f64);
             }
             Some(cause) => {
-                peer.failures.of(cause.kind()).increment(1);
+                peer.failures.of(kind(cause)).increment(1);
                 for (_, fault) in &report.faults {
                     peer.faults.of(stage(fault.stage)).increment(1);
                 }
@@ -250,13 +258,25 @@ impl OwnerMetrics {
     }
 
     fn peer(&mut self, peer: &EngineId) -> &mut PeerMetrics {
-        // Twice looked up on the usual way, because a borrow that is returned can't be given up again.
-        if self.peers.contains_key(peer) || self.peers.len() < MAX_PEERS {
-            let engine = &self.engine;
-            return self.peers.entry(peer.clone()).or_insert_with(|| PeerMetrics::new(engine, peer.as_str()));
+        let at = match self.places.get(peer) {
+            Some(at) => *at,
+            None => self.meet(peer),
+        };
+        &mut self.peers[at]
+    }
+
+    /// The place of a peer that has none of its own yet.
+    fn meet(&mut self, peer: &EngineId) -> usize {
+        let at = self.places.len();
+        let has_place = at < MAX_PEERS;
+        if self.peers.len() == at {
+            let name = if has_place { peer.as_str() } else { "other" };
+            self.peers.push(PeerMetrics::new(&self.engine, name));
         }
-        let engine = &self.engine;
-        self.other.get_or_insert_with(|| PeerMetrics::new(engine, "other"))
+        if has_place {
+            self.places.insert(peer.clone(), at);
+        }
+        at
     }
 }
 
@@ -364,6 +384,24 @@ impl<H: Handle> Words<H> {
             }
         };
         &self.handles[at].1
+    }
+}
+
+/// Words for why a pull has failed; of what the producer refused, for why it did.
+const fn kind(cause: &FailureCause) -> &'static str {
+    let FailureCause::Refused(refusal) = cause else { return cause.kind() };
+    match refusal {
+        BindRefusal::WrongEngine => "refused: wrong engine",
+        BindRefusal::StaleEpoch { .. } => "refused: stale epoch",
+        BindRefusal::UnknownLease => "refused: lease not open",
+        BindRefusal::AlreadyBound => "refused: bound by another",
+        BindRefusal::WrongAttempt { .. } => "refused: wrong attempt",
+        BindRefusal::WrongContent => "refused: wrong content",
+        BindRefusal::PeerMapDiffers { .. } => "refused: other peer map",
+        BindRefusal::Incompatible(_) => "refused: incompatible",
+        BindRefusal::RankLost { .. } => "refused: rank lost",
+        BindRefusal::Busy(_) => "refused: busy",
+        _ => "refused",
     }
 }
 

@@ -1,7 +1,7 @@
 //! What an owner does at a moment, as JSON: every live request and lease, its state, what it waits for and since when.
 //!
 //! These are types of their own, made from the session's, so that a renamed field there changes nothing here. The format is stable:
-//! within a [`VERSION`] keys are only added. Ids are texts as they stand in references and logs; times are whole milliseconds,
+//! within a `version` keys are only added. Ids are texts as they stand in references and logs; times are whole milliseconds,
 //! counted back (`since_ms`, `age_ms`) or ahead (`left_ms`) from the moment, and `null` where there is no end.
 //!
 //! A snapshot holds no secret: no token, no key, no address of memory.
@@ -14,7 +14,7 @@ use kvferry_session::snapshot as session;
 use serde::{Deserialize, Serialize};
 
 /// The version of the format.
-pub const VERSION: u32 = 1;
+const VERSION: u32 = 1;
 
 /// An owner at a moment.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

@@ -1,0 +1,119 @@
+//! What the driver sees happen, told to metrics and spans. It changes nothing.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use kvferry_proto::names::{EngineId, Fence};
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::rank::PullId;
+use kvferry_session::owner::{Effect, LinkId, OfferError};
+
+use crate::metrics::{OwnerMetrics, Unmet};
+use crate::spans::{self, PullSpan};
+
+/// The driver's eyes.
+pub(super) struct Observer {
+    engine: EngineId,
+    metrics: OwnerMetrics,
+    /// Whose the links are that are up.
+    links: HashMap<LinkId, EngineId>,
+    /// Of the pulls that somebody wants to see.
+    spans: HashMap<PullId, PullSpan>,
+}
+
+impl Observer {
+    pub(super) fn new(engine: EngineId) -> Self {
+        let metrics = OwnerMetrics::new(&engine);
+        Self { engine, metrics, links: HashMap::new(), spans: HashMap::new() }
+    }
+
+    /// A pull has begun.
+    pub(super) fn pulling(&mut self, pull: PullId, span: PullSpan) {
+        self.metrics.pull_begun();
+        if span.is_seen() {
+            self.spans.insert(pull, span);
+        }
+    }
+
+    /// The engine has offered blocks.
+    pub(super) fn offered(&mut self, offered: &Result<Fence, OfferError>) {
+        self.metrics.offered(offered.is_ok());
+        if let Ok(fence) = offered {
+            spans::offered(fence);
+        }
+    }
+
+    /// A message of a peer came in.
+    pub(super) fn heard(&mut self, link: LinkId, message: &PeerMessage) {
+        if let PeerMessage::Heartbeat(_) = message
+            && let Some(peer) = self.links.get(&link)
+        {
+            self.metrics.heartbeat_received(peer);
+        }
+    }
+
+    /// Somebody has connected and could not prove who it is.
+    pub(super) fn not_accepted(&mut self, reason: &str) {
+        self.metrics.link_failed(Unmet::Refused);
+        spans::not_accepted(&self.engine, reason);
+    }
+
+    /// Before an effect is carried out.
+    pub(super) fn effect(&mut self, effect: &Effect) {
+        match effect {
+            Effect::SendPeer { link, message: PeerMessage::Heartbeat(_) } => {
+                if let Some(peer) = self.links.get(link) {
+                    self.metrics.heartbeat_sent(peer);
+                }
+            }
+            Effect::Phase { pull, phase } => {
+                if let Some(span) = self.spans.get_mut(pull) {
+                    span.phase(*phase);
+                }
+            }
+            Effect::PullEnded { pull, result } => {
+                self.metrics.pull_ended(result);
+                if let Some(span) = self.spans.remove(pull) {
+                    span.ended(result);
+                }
+            }
+            Effect::LeaseClosed { fence, how, age, consumer } => {
+                self.metrics.lease_closed(*how, *age, consumer.as_ref());
+                spans::lease_closed(fence, *how, *age, consumer.as_ref());
+            }
+            Effect::FenceRejected { fence, peer } => {
+                self.metrics.fence_rejected(peer);
+                spans::fence_rejected(fence, peer);
+            }
+            Effect::LinkUp { link, peer, version, took } => {
+                self.links.insert(*link, peer.clone());
+                self.metrics.link_up(peer, *took);
+                spans::link_up(&self.engine, peer, *version, *took);
+            }
+            Effect::LinkDown { link, peer, reason } => {
+                self.links.remove(link);
+                self.metrics.link_down(peer);
+                spans::link_down(&self.engine, peer, reason);
+            }
+            Effect::LinkFailed { address, reasons, refused } => {
+                self.metrics.link_failed(if *refused { Unmet::Refused } else { Unmet::Failed });
+                spans::link_failed(&self.engine, address.as_deref(), reasons, *refused);
+            }
+            Effect::RankLost { .. } => self.metrics.rank_lost(),
+            _ => {}
+        }
+    }
+
+    /// When there is something to sum up, though nothing more may happen.
+    pub(super) fn due(&self) -> Option<Duration> {
+        self.metrics.due()
+    }
+
+    /// What there is when the driver has done all that there was to do.
+    pub(super) fn standing(&mut self, now: Duration, quarantined: usize, ranks: usize, missing: usize) {
+        self.metrics.standing(quarantined, ranks, missing);
+        if let Some(transfers) = self.metrics.interval(now) {
+            spans::transfers(&self.engine, &transfers);
+        }
+    }
+}
