@@ -58,7 +58,7 @@ pub enum PeerMessage {
 }
 
 /// May I read this lease?
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Bind {
     /// The lease.
     pub fence: Fence,
@@ -71,7 +71,7 @@ pub struct Bind {
 }
 
 /// The answer to a bind.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Hash, Debug)]
 pub enum BindAnswer {
     /// Read.
     Bound(Grant),
@@ -85,7 +85,7 @@ pub enum BindAnswer {
 }
 
 /// What a consumer may read.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Grant {
     /// The lease.
     pub fence: Fence,
@@ -99,7 +99,7 @@ pub struct Grant {
 pub const MAX_BEATS: usize = 1 << 12;
 
 /// I still want these leases. One for all leases of a peer.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Heartbeat {
     /// Counted by the consumer, on each link.
     pub beat: u64,
@@ -119,7 +119,7 @@ pub enum Left {
 }
 
 /// The answer to a heartbeat.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct HeartbeatAnswer {
     /// Which.
     pub beat: u64,
@@ -128,7 +128,7 @@ pub struct HeartbeatAnswer {
 }
 
 /// A lease that was bound is over. Whatever is still read of it will not be told *Held*.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct LeaseClosed {
     /// The lease and the attempt that was bound.
     pub fence: Fence,
@@ -137,7 +137,7 @@ pub struct LeaseClosed {
 }
 
 /// Why a lease may not be read.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindRefusal {
     /// The fence names another engine.
@@ -200,7 +200,7 @@ pub enum ReadsEnd {
 }
 
 /// My ranks' reads have ended.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Release {
     /// The lease.
     pub fence: Fence,
@@ -218,7 +218,7 @@ pub enum Verdict {
 }
 
 /// The answer to a release.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct ReleaseAnswer {
     /// The lease.
     pub fence: Fence,

@@ -154,7 +154,7 @@ pub enum ToRank {
 }
 
 /// What one rank read from one source.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct SourceReport {
     /// The producer's rank.
     pub src: RankId,
@@ -175,7 +175,7 @@ pub struct SourceReport {
 }
 
 /// What one rank did for a request.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RankReport {
     /// One for each source that the map of peers names, by rank.
     pub sources: Vec<SourceReport>,
@@ -192,7 +192,7 @@ pub struct RankReport {
 }
 
 /// Destination bytes that differ from the producer's.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct BadBlock {
     /// The producer's rank.
     pub src: RankId,
@@ -246,7 +246,7 @@ impl fmt::Display for Stage {
 }
 
 /// Why a rank did not deliver its share.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RankFault {
     /// At which step; the first, if several failed.
     pub stage: Stage,

@@ -46,7 +46,7 @@ pub struct Granted {
 }
 
 /// Ranks read.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Reading {
     fence: Fence,
     named: BTreeMap<RankId, BTreeSet<RankId>>,
@@ -54,7 +54,7 @@ pub struct Reading {
 }
 
 /// No rank reads any more.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Ended {
     fence: Fence,
     named: BTreeMap<RankId, BTreeSet<RankId>>,
@@ -62,13 +62,13 @@ pub struct Ended {
 }
 
 /// The producer was told that all reads are complete.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Releasing {
     ended: Ended,
 }
 
 /// The producer held the blocks while they were read, and every named source was read.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Held {
     ended: Ended,
 }

@@ -1,0 +1,45 @@
+//! Faults to plant in the glue around the machines. A sound model finds each.
+
+/// What is done wrong. The machines themselves are never changed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Fault {
+    /// Producer: a lease that is taken back gives its blocks back at once, and stays in the table for a late release.
+    CloseLater,
+    /// Producer: blocks are given back when the lease's time is up; its release is judged by an earlier clock.
+    LateClock,
+    /// Producer: a lease that isn't in the table any more is said to have been held.
+    HeldIfUnknown,
+    /// Producer: a lost link leaves open what it had bound.
+    KeepAfterLink,
+    /// Producer: leases outlive a restart, whatever the epoch.
+    ForgetEpoch,
+    /// Producer: the loss of a rank spares every lease that is bound.
+    SpareAll,
+    /// Producer: the id of a closed lease is given to another.
+    LeaseIdAgain,
+    /// Producer: a release counts whatever attempt and life of a consumer it names.
+    AnyRelease,
+    /// Consumer: it doesn't wait for the verdict.
+    DeliverUnasked,
+    /// Consumer: the first rank's end counts as that of all.
+    FirstRankEndsAll,
+    /// Consumer: a rank that failed counts as one that has read.
+    FaultIsFine,
+    /// Consumer: the next attempt begins while ranks still read for the one before.
+    RetryBeforeStopped,
+    /// Consumer: a request that is given up ends at once, while ranks read.
+    EndBeforeStopped,
+    /// Consumer: blocks of a request in doubt are free at once.
+    NoQuarantine,
+    /// Consumer: a rank that joins anew proves nothing for requests that have not ended yet.
+    DoubtForEver,
+    /// Consumer: what a rank's joining proves for one attempt is taken to hold for the next.
+    DoubtForgotten,
+    /// Consumer: a request that has failed stays in the table.
+    EndTwice,
+    /// Consumer: time left is counted from when the answer came.
+    CountFromAnswer,
+    /// Consumer: ranks that don't stop are waited for without end.
+    NoGrace,
+}

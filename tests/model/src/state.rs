@@ -1,0 +1,540 @@
+//! A state of a world, and what can happen in it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use kvferry_geometry::units::RankId;
+use kvferry_proto::lease::Closing;
+use kvferry_proto::names::Fence;
+use kvferry_proto::rank::PullId;
+use kvferry_proto::request::RankResult;
+
+use crate::consumer::{At, Consumer, Course, How, Phase};
+use crate::network::{End, Link, LinkId, Message, Side, Wire};
+use crate::producer::{Content, Producer};
+use crate::rules::Rule;
+use crate::world::{Chances, Network, PullPlan, Start, World};
+
+/// No world lasts longer; one that does is found as one that doesn't end.
+const HORIZON: Duration = Duration::from_secs(60);
+
+/// Everything that the rest of a world depends on.
+#[derive(Clone, PartialEq, Hash, Debug)]
+pub struct State {
+    pub(crate) now: Duration,
+    pub(crate) producers: Vec<Producer>,
+    pub(crate) consumers: Vec<Consumer>,
+    pub(crate) links: BTreeMap<LinkId, Link>,
+    last_link: u8,
+    pub(crate) chances: Chances,
+    pub(crate) leases: Vec<Told>,
+    pub(crate) pulls: Vec<Fate>,
+    pub(crate) late: Vec<Late>,
+    pub(crate) broken: BTreeSet<Rule>,
+}
+
+/// What became of a lease, as the engine was told.
+#[derive(Clone, PartialEq, Hash, Debug, Default)]
+pub(crate) struct Told {
+    /// The reference, once it was offered.
+    pub(crate) fence: Option<Fence>,
+    /// How often its blocks were handed back.
+    pub(crate) closes: u8,
+    /// How often it was said to have been held.
+    pub(crate) held: u8,
+    /// Its producer was started again.
+    pub(crate) gone: bool,
+}
+
+/// What became of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Fate {
+    /// It has not begun.
+    Planned,
+    /// It is open.
+    Open,
+    /// Its blocks are filled.
+    Delivered,
+    /// They are not.
+    Failed,
+    /// Its engine was started again.
+    Gone,
+}
+
+/// A rank's report that comes once more.
+#[derive(Clone, PartialEq, Hash, Debug)]
+pub(crate) struct Late {
+    pub(crate) consumer: usize,
+    rank: RankId,
+    pull: PullId,
+    result: RankResult,
+}
+
+/// An owner.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Owner {
+    /// Of a producer.
+    Producer(usize),
+    /// Of a consumer.
+    Consumer(usize),
+}
+
+/// Whether a rank's report comes once or twice.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Times {
+    /// As it should.
+    Once,
+    /// Once more later.
+    Twice,
+}
+
+/// What can happen.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Action {
+    /// A second passes.
+    Tick,
+    /// An owner does what is due.
+    Step(Owner),
+    /// A request begins.
+    Start(PullId),
+    /// A link is made, by a consumer to a producer.
+    Connect(usize, usize),
+    /// A message arrives.
+    Deliver(LinkId, End, usize),
+    /// A message is lost.
+    Lose(LinkId, End, usize),
+    /// A message will come once more.
+    Repeat(LinkId, End, usize),
+    /// A link breaks.
+    Break(LinkId),
+    /// An end finds that its link is gone.
+    Notice(LinkId, End),
+    /// Bytes of a rank's read arrive.
+    Copy(usize, RankId, PullId),
+    /// A rank's read ends.
+    Finish(usize, RankId, PullId, How, Times),
+    /// A rank's read will never end.
+    Hang(usize, RankId, PullId),
+    /// A report comes once more.
+    Again(usize),
+    /// A lease is offered.
+    Offer(usize),
+    /// A closed lease's block is filled with other bytes.
+    Reuse(usize),
+    /// A lease is taken back.
+    Withdraw(usize),
+    /// A request is given up.
+    Abort(PullId),
+    /// An engine dies and is started again.
+    Restart(Owner),
+    /// A rank's link to its owner is lost.
+    LoseRank(Owner, RankId),
+    /// A lost rank joins again.
+    Rejoin(Owner, RankId),
+}
+
+impl World {
+    /// How it begins: leases are offered, requests that begin at once have.
+    #[must_use]
+    pub fn first(&self) -> State {
+        let mut s = State {
+            now: Duration::ZERO,
+            producers: (0..self.producers.len()).map(Producer::new).collect(),
+            consumers: (0..self.consumers.len()).map(Consumer::new).collect(),
+            links: BTreeMap::new(),
+            last_link: 0,
+            chances: self.chances,
+            leases: vec![Told::default(); self.leases.len()],
+            pulls: vec![Fate::Planned; self.pulls.len()],
+            late: Vec::new(),
+            broken: BTreeSet::new(),
+        };
+        for lease in (0..self.leases.len()).filter(|l| self.leases.get(*l).is_some_and(|plan| plan.after.is_none())) {
+            s.offer(self, lease);
+        }
+        for (id, plan) in self.requests() {
+            if plan.start == Start::First {
+                s.start(self, id, plan);
+            }
+        }
+        s
+    }
+
+    /// What can happen in a state.
+    pub fn actions(&self, s: &State, out: &mut Vec<Action>) {
+        s.of_time(out);
+        s.of_requests(self, out);
+        s.of_links(self, out);
+        s.of_reads(self, out);
+        s.of_engines(self, out);
+    }
+
+    /// What follows.
+    #[must_use]
+    pub fn next(&self, s: &State, action: &Action) -> State {
+        let mut next = s.clone();
+        next.happens(self, action);
+        next
+    }
+
+    pub(crate) fn plan(&self, id: PullId) -> Option<PullPlan> {
+        self.pulls.get(usize::try_from(id.0).ok()?).copied()
+    }
+
+    fn requests(&self) -> impl Iterator<Item = (PullId, PullPlan)> {
+        (0..).map(PullId).zip(self.pulls.iter().copied())
+    }
+}
+
+impl State {
+    /// What became of each request.
+    #[must_use]
+    pub fn fates(&self) -> &[Fate] {
+        &self.pulls
+    }
+
+    pub(crate) fn can_go_on(&self, w: &World) -> bool {
+        let mut out = Vec::new();
+        w.actions(self, &mut out);
+        !out.is_empty()
+    }
+
+    pub(crate) fn pull_ends(&mut self, id: PullId, fate: Fate) {
+        let Some(of) = usize::try_from(id.0).ok().and_then(|n| self.pulls.get_mut(n)) else { return };
+        if *of != Fate::Open {
+            self.broken.insert(Rule::OneOutcome);
+        }
+        *of = fate;
+    }
+
+    pub(crate) fn send(&mut self, w: &World, link: LinkId, to: End, message: Message) {
+        if let Some(link) = self.links.get_mut(&link) {
+            link.send(to, message, w.network);
+        }
+    }
+
+    fn fate(&self, id: PullId) -> Option<Fate> {
+        self.pulls.get(usize::try_from(id.0).ok()?).copied()
+    }
+
+    /// Timers are late by less than a tick.
+    fn of_time(&self, out: &mut Vec<Action>) {
+        let (now, before) = (self.now, out.len());
+        let mut later = false;
+        for (n, p) in self.producers.iter().enumerate() {
+            if !self.overdue(n).is_empty() {
+                out.push(Action::Step(Owner::Producer(n)));
+            }
+            later |= p.open.values().any(|o| o.state.term().end().is_some_and(|end| end > now));
+        }
+        for (n, c) in self.consumers.iter().enumerate() {
+            let due = c.next_due();
+            if due.is_some_and(|due| due <= now) {
+                out.push(Action::Step(Owner::Consumer(n)));
+            }
+            later |= due.is_some();
+        }
+        if out.len() == before && later && now < HORIZON {
+            out.push(Action::Tick);
+        }
+    }
+
+    fn of_requests(&self, w: &World, out: &mut Vec<Action>) {
+        for (id, plan) in w.requests() {
+            match self.fate(id) {
+                Some(Fate::Planned) => {
+                    let offered = self.leases.get(plan.lease).is_some_and(|told| told.fence.is_some());
+                    let may = match plan.start {
+                        Start::First | Start::Anytime => true,
+                        Start::After(other) => !matches!(self.pulls.get(other), Some(Fate::Planned | Fate::Open)),
+                    };
+                    if offered && may {
+                        out.push(Action::Start(id));
+                    }
+                }
+                Some(Fate::Open) if self.chances.aborts > 0 => out.push(Action::Abort(id)),
+                _ => {}
+            }
+        }
+        for (lease, (plan, told)) in w.leases.iter().zip(&self.leases).enumerate() {
+            let Some(producer) = self.producers.get(plan.producer) else { continue };
+            let before = plan.after.and_then(|before| self.leases.get(before));
+            if told.fence.is_none() && before.is_some_and(|b| b.closes > 0) && producer.lost.is_none() {
+                out.push(Action::Offer(lease));
+            }
+            if told.fence.is_some() && told.closes == 0 && !told.gone && self.chances.withdraws > 0 {
+                out.push(Action::Withdraw(lease));
+            }
+            let holds = producer.memory.keys().any(|rank| producer.content(*rank, plan.block) == Content::Of(lease));
+            // Of what nobody reads, nobody sees it.
+            let read = w.requests().any(|(id, p)| p.lease == lease && self.fate(id) == Some(Fate::Open));
+            if told.closes > 0 && holds && read && self.chances.reuses > 0 {
+                out.push(Action::Reuse(lease));
+            }
+        }
+    }
+
+    fn of_links(&self, w: &World, out: &mut Vec<Action>) {
+        for (n, c) in self.consumers.iter().enumerate() {
+            for producer in 0..self.producers.len() {
+                let waits = |id: &PullId| {
+                    let plan = w.plan(*id).and_then(|plan| w.leases.get(plan.lease));
+                    plan.is_some_and(|plan| plan.producer == producer)
+                };
+                let linking = c.pulls.iter().filter(|(_, p)| matches!(p.state, Phase::Linking(_)));
+                if !c.roads.contains_key(&producer) && linking.map(|(id, _)| id).any(waits) {
+                    out.push(Action::Connect(n, producer));
+                }
+            }
+        }
+        for (id, link) in &self.links {
+            for end in [End::Consumer, End::Producer] {
+                let side = link.side(end);
+                let waiting = side.waiting();
+                let ordered = w.network == Network::Ordered;
+                let may = if ordered { waiting.len().min(1) } else { waiting.len() };
+                for index in (0..may).filter(|i| *i == 0 || waiting.get(*i) != waiting.get(*i - 1)) {
+                    out.push(Action::Deliver(*id, end, index));
+                    if !ordered && self.chances.losses > 0 {
+                        out.push(Action::Lose(*id, end, index));
+                    }
+                    if !ordered && self.chances.repeats > 0 {
+                        out.push(Action::Repeat(*id, end, index));
+                    }
+                }
+                if link.wire == Wire::Cut && side.is_up() {
+                    out.push(Action::Notice(*id, end));
+                }
+            }
+            if link.wire == Wire::Whole && self.chances.breaks > 0 {
+                out.push(Action::Break(*id));
+            }
+        }
+    }
+
+    fn of_reads(&self, _: &World, out: &mut Vec<Action>) {
+        for (n, c) in self.consumers.iter().enumerate() {
+            for ((rank, pull), read) in &c.reads {
+                let ends = read.course != Course::Hangs;
+                let mut finish = |how| {
+                    out.push(Action::Finish(n, *rank, *pull, how, Times::Once));
+                    if self.chances.echoes > 0 {
+                        out.push(Action::Finish(n, *rank, *pull, how, Times::Twice));
+                    }
+                };
+                if ends && read.left.is_empty() {
+                    finish(How::Complete);
+                }
+                if ends && read.course == Course::Cancelled {
+                    finish(How::Cancelled);
+                }
+                if ends && self.chances.fails > 0 {
+                    finish(How::Failed);
+                }
+                if !read.left.is_empty() {
+                    out.push(Action::Copy(n, *rank, *pull));
+                }
+                if ends && self.chances.hangs > 0 {
+                    out.push(Action::Hang(n, *rank, *pull));
+                }
+            }
+        }
+        out.extend((0..self.late.len()).map(Action::Again));
+    }
+
+    fn of_engines(&self, _: &World, out: &mut Vec<Action>) {
+        for (n, p) in self.producers.iter().enumerate() {
+            let owner = Owner::Producer(n);
+            if self.chances.producer_restarts > 0 {
+                out.push(Action::Restart(owner));
+            }
+            match p.lost {
+                Some(rank) => out.push(Action::Rejoin(owner, rank)),
+                None if self.chances.producer_ranks > 0 => {
+                    out.extend(p.memory.keys().map(|rank| Action::LoseRank(owner, *rank)));
+                }
+                None => {}
+            }
+        }
+        for (n, c) in self.consumers.iter().enumerate() {
+            let owner = Owner::Consumer(n);
+            if self.chances.consumer_restarts > 0 {
+                out.push(Action::Restart(owner));
+            }
+            match c.lost {
+                Some(rank) => out.push(Action::Rejoin(owner, rank)),
+                None if self.chances.consumer_ranks > 0 => {
+                    out.extend(crate::world::ranks().map(|rank| Action::LoseRank(owner, rank)));
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn start(&mut self, w: &World, id: PullId, plan: PullPlan) {
+        let Some(fence) = self.leases.get(plan.lease).and_then(|told| told.fence.clone()) else { return };
+        if let Some(fate) = usize::try_from(id.0).ok().and_then(|n| self.pulls.get_mut(n)) {
+            *fate = Fate::Open;
+        }
+        self.at(w, plan.consumer).start(id, plan, fence);
+    }
+
+    fn at<'a>(&'a mut self, w: &'a World, number: usize) -> At<'a> {
+        At { w, s: self, number }
+    }
+
+    fn happens(&mut self, w: &World, action: &Action) {
+        match *action {
+            Action::Tick => self.now += Duration::from_secs(1),
+            Action::Step(Owner::Producer(n)) => self.step_producer(w, n),
+            Action::Step(Owner::Consumer(n)) => self.at(w, n).step(),
+            Action::Start(id) => {
+                if let Some(plan) = w.plan(id) {
+                    self.start(w, id, plan);
+                }
+            }
+            Action::Connect(consumer, producer) => self.connect(w, consumer, producer),
+            Action::Deliver(link, end, index) => self.deliver(w, link, end, index),
+            Action::Lose(link, end, index) => {
+                self.chances.losses -= 1;
+                let _lost = self.links.get_mut(&link).and_then(|l| l.take(end, index));
+            }
+            Action::Repeat(link, end, index) => {
+                self.chances.repeats -= 1;
+                if let Some(Side::Up(waiting)) = self.links.get_mut(&link).map(|l| l.side_mut(end))
+                    && let Some(message) = waiting.get(index).cloned()
+                {
+                    waiting.insert(index, message);
+                }
+            }
+            Action::Break(link) => {
+                self.chances.breaks -= 1;
+                if let Some(l) = self.links.get_mut(&link) {
+                    l.wire = Wire::Cut;
+                }
+            }
+            Action::Notice(link, end) => self.notice(w, link, end),
+            Action::Copy(n, rank, pull) => self.at(w, n).copy(rank, pull),
+            Action::Finish(n, rank, pull, how, times) => {
+                if how == How::Failed {
+                    self.chances.fails -= 1;
+                }
+                let result = self.at(w, n).finish(rank, pull, how);
+                if let (Times::Twice, Some(result)) = (times, result) {
+                    self.chances.echoes -= 1;
+                    self.late.push(Late { consumer: n, rank, pull, result });
+                }
+            }
+            Action::Hang(n, rank, pull) => {
+                self.chances.hangs -= 1;
+                if let Some(read) = self.consumers.get_mut(n).and_then(|c| c.reads.get_mut(&(rank, pull))) {
+                    read.course = Course::Hangs;
+                }
+            }
+            Action::Again(index) => {
+                let Late { consumer, rank, pull, result } = self.late.remove(index);
+                self.at(w, consumer).on_pulled(rank, pull, result);
+            }
+            _ => self.happens_to_engine(w, action),
+        }
+        self.links.retain(|_, l| l.at_consumer.is_up() || l.at_producer.is_up());
+    }
+
+    fn happens_to_engine(&mut self, w: &World, action: &Action) {
+        match *action {
+            Action::Offer(lease) => self.offer(w, lease),
+            Action::Reuse(lease) => {
+                self.chances.reuses -= 1;
+                if let Some(plan) = w.leases.get(lease)
+                    && let Some(p) = self.producers.get_mut(plan.producer)
+                {
+                    p.fill(plan.block, Content::Other);
+                }
+            }
+            Action::Withdraw(lease) => {
+                self.chances.withdraws -= 1;
+                if let Some(plan) = w.leases.get(lease) {
+                    self.end_lease(w, plan.producer, w.lease_id(lease), Closing::Withdrawn);
+                }
+            }
+            Action::Abort(id) => {
+                self.chances.aborts -= 1;
+                if let Some(plan) = w.plan(id) {
+                    self.at(w, plan.consumer).stop(id);
+                }
+            }
+            Action::Restart(Owner::Producer(n)) => {
+                self.chances.producer_restarts -= 1;
+                self.restart_producer(w, n);
+            }
+            Action::Restart(Owner::Consumer(n)) => {
+                self.chances.consumer_restarts -= 1;
+                self.at(w, n).restart();
+            }
+            Action::LoseRank(Owner::Producer(n), rank) => {
+                self.chances.producer_ranks -= 1;
+                self.lose_producer_rank(w, n, rank);
+            }
+            Action::LoseRank(Owner::Consumer(n), rank) => {
+                self.chances.consumer_ranks -= 1;
+                self.at(w, n).lose_rank(rank);
+            }
+            Action::Rejoin(Owner::Producer(n), _) => self.rejoin_producer_rank(n),
+            Action::Rejoin(Owner::Consumer(n), rank) => self.at(w, n).rejoin_rank(rank),
+            _ => {}
+        }
+    }
+
+    /// A link is made and greeted; those who have waited ask.
+    fn connect(&mut self, w: &World, consumer: usize, producer: usize) {
+        let (Some(c), Some(p)) = (self.consumers.get_mut(consumer), self.producers.get(producer)) else { return };
+        self.last_link += 1;
+        let id = LinkId(self.last_link);
+        let link = Link {
+            consumer,
+            producer,
+            consumer_epoch: c.epoch,
+            producer_epoch: p.epoch,
+            up: self.now,
+            wire: Wire::Whole,
+            at_consumer: Side::Up(Vec::new()),
+            at_producer: Side::Up(Vec::new()),
+        };
+        self.links.insert(id, link);
+        c.roads.insert(producer, id);
+        let waits = |pull: &PullId| {
+            let lease = w.plan(*pull).and_then(|plan| w.leases.get(plan.lease));
+            lease.is_some_and(|lease| lease.producer == producer)
+        };
+        let linking = c.pulls.iter().filter(|(id, p)| matches!(p.state, Phase::Linking(_)) && waits(id));
+        let linking: Vec<PullId> = linking.map(|(id, _)| *id).collect();
+        for pull in linking {
+            self.at(w, consumer).ask(pull, producer, id);
+        }
+    }
+
+    fn deliver(&mut self, w: &World, link: LinkId, end: End, index: usize) {
+        let Some(l) = self.links.get_mut(&link) else { return };
+        let (consumer, producer) = (l.consumer, l.producer);
+        let Some(message) = l.take(end, index) else { return };
+        match message {
+            Message::Bind(bind) => self.on_bind(w, producer, link, &bind),
+            Message::Release(release) => self.on_release(w, producer, link, &release),
+            Message::Heartbeat(beat) => self.on_heartbeat(w, producer, link, beat),
+            Message::BindAnswer(answer) => self.at(w, consumer).on_bind_answer(link, answer),
+            Message::ReleaseAnswer(answer) => self.at(w, consumer).on_release_answer(link, &answer),
+            Message::HeartbeatAnswer(answer) => self.at(w, consumer).on_heartbeat_answer(link, answer),
+            Message::Closed(notice) => self.at(w, consumer).on_lease_closed(link, &notice),
+        }
+    }
+
+    fn notice(&mut self, w: &World, link: LinkId, end: End) {
+        let Some(l) = self.links.get_mut(&link) else { return };
+        let (consumer, producer) = (l.consumer, l.producer);
+        l.drop_end(end);
+        match end {
+            End::Consumer => self.at(w, consumer).loses_link(producer, link),
+            End::Producer => self.producer_loses_link(w, producer, link),
+        }
+    }
+}
