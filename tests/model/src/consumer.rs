@@ -1,27 +1,29 @@
 //! A consumer: its requests, and the ranks that read for them.
 //!
 //! Mirrors `kvferry-session/src/owner/{pulls,ends,beats,loans,roads}.rs` where a request's state changes, without questions to
-//! producers, assurance above the fence, limits, and outcomes by group. Of a rank (`rank/pull.rs`) there is a read that was
-//! ordered: its bytes come at some moment, piece by piece, and it ends once.
+//! producers, assurance above the fence, limits, and outcomes by group.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvferry_geometry::staged::Place;
-use kvferry_geometry::units::{Bytes, RankId};
+use kvferry_geometry::units::RankId;
 use kvferry_proto::names::{Attempt, Epoch, Fence};
-use kvferry_proto::peer::{
-    BindAnswer, Heartbeat, HeartbeatAnswer, LeaseClosed, Left, ReadsEnd, Release, ReleaseAnswer,
-};
-use kvferry_proto::rank::{PullId, RankFault, RankReport, SourceReport, Stage};
-use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
+use kvferry_proto::peer::{BindAnswer, ReadsEnd, Release, ReleaseAnswer};
+use kvferry_proto::rank::{PullId, RankFault, Stage};
+use kvferry_proto::request::{Asking, Ended, Reading, Releasing, Step, Wanted};
 
 use crate::fault::Fault;
 use crate::network::{End, LinkId, Message};
-use crate::producer::{Content, block_of, content_key};
-use crate::rules::Rule;
+use crate::producer::{Content, content_key};
 use crate::state::{Fate, State};
 use crate::world::{PullPlan, World};
+
+mod beats;
+mod ends;
+mod reads;
+
+pub use reads::How;
+pub(crate) use reads::{Course, Read};
 
 #[derive(Clone, PartialEq, Hash, Debug)]
 pub(crate) struct Consumer {
@@ -87,41 +89,6 @@ pub(crate) enum Why {
 /// Heartbeats whose answers are awaited: when each was sent, and for whom.
 type Awaited = BTreeMap<u64, (Duration, Vec<PullId>)>;
 
-/// Heartbeats of a link whose answers are awaited, at most.
-const MAX_AWAITED: usize = 4;
-
-/// A rank's share of a request, under way.
-#[derive(Clone, PartialEq, Hash, Debug)]
-pub(crate) struct Read {
-    pub(crate) attempt: Attempt,
-    pub(crate) producer: usize,
-    pub(crate) from: u32,
-    pub(crate) to: u32,
-    /// From whom it has still to read, and from whom it has.
-    pub(crate) left: Vec<RankId>,
-    pub(crate) done: Vec<RankId>,
-    pub(crate) course: Course,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum Course {
-    Runs,
-    Cancelled,
-    /// It never ends.
-    Hangs,
-}
-
-/// How a rank's read ends.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum How {
-    /// All was read.
-    Complete,
-    /// A source could not be read.
-    Failed,
-    /// It was told to stop, and has.
-    Cancelled,
-}
-
 impl Consumer {
     pub(crate) fn new(number: usize) -> Self {
         Self {
@@ -183,27 +150,6 @@ fn epoch(number: usize, life: u8) -> Epoch {
 
 fn fault(stage: Stage, in_doubt: bool) -> RankFault {
     RankFault { stage, text: String::new(), in_doubt, bad: Vec::new() }
-}
-
-fn report(sources: &[RankId]) -> RankResult {
-    let source = |&src: &RankId| SourceReport {
-        src,
-        bytes: Bytes::ZERO,
-        rows: 0,
-        descriptors_before: 0,
-        descriptors_after: 0,
-        place: Place::Direct,
-        lane: String::new(),
-        took: Duration::ZERO,
-    };
-    Ok(RankReport {
-        sources: sources.iter().map(source).collect(),
-        zeroed: Bytes::ZERO,
-        compared: Bytes::ZERO,
-        queued: Duration::ZERO,
-        slices: 0,
-        took: Duration::ZERO,
-    })
 }
 
 /// One consumer of a state, and the world around it, for as long as something happens to it.
@@ -353,117 +299,6 @@ impl At<'_> {
         }
     }
 
-    /// All named ranks are ordered to read; one that isn't there makes the others stop.
-    fn read(&mut self, id: PullId, granted: Granted) {
-        let (w, number) = (self.w, self.number);
-        let Some(engine) = w.consumers.get(number) else { return };
-        let (Some(from), Some(plan)) = (block_of(granted.groups()), w.plan(id)) else { return };
-        let Some(pull) = self.pull(id) else { return };
-        let attempt = pull.attempt;
-        let (_, Some(map)) = w.map(engine, pull.fence.lease, attempt) else { return };
-        let producer = w.leases.get(plan.lease).map_or(0, |l| l.producer);
-        let reading = granted.read(map);
-        let named: Vec<RankId> = reading.pending().collect();
-        self.put(id, Phase::Reading(reading));
-        let mut absent = Vec::new();
-        for rank in named {
-            let Some(c) = self.c() else { return };
-            if c.lost == Some(rank) {
-                absent.push(rank);
-                continue;
-            }
-            c.memory.retain(|(of, block, _), _| (*of, *block) != (rank, plan.block));
-            let left: Vec<RankId> = map.sources_of(rank).collect();
-            let read = Read { attempt, producer, from, to: plan.block, left, done: Vec::new(), course: Course::Runs };
-            let before = c.reads.iter().any(|((_, pull), read)| *pull == id && read.attempt != attempt);
-            c.reads.insert((rank, id), read);
-            if before {
-                self.s.broken.insert(Rule::StoppedBeforeRetry);
-            }
-        }
-        for rank in absent {
-            self.on_pulled(rank, id, Err(fault(Stage::Read, false)));
-        }
-    }
-
-    /// A piece of a read arrives: whatever is there now.
-    pub(crate) fn copy(&mut self, rank: RankId, id: PullId) {
-        let Some(read) = self.c().and_then(|c| c.reads.get_mut(&(rank, id))) else { return };
-        if read.left.is_empty() {
-            return;
-        }
-        let src = read.left.remove(0);
-        read.done.push(src);
-        let (producer, from, to) = (read.producer, read.from, read.to);
-        let content = self.s.producers.get(producer).map_or(Content::Other, |p| p.content(src, from));
-        if let Some(c) = self.c() {
-            c.memory.insert((rank, to, src), content);
-        }
-    }
-
-    /// A read ends, and its rank says so.
-    pub(crate) fn finish(&mut self, rank: RankId, id: PullId, how: How) -> Option<RankResult> {
-        let read = self.c()?.reads.remove(&(rank, id))?;
-        let result = match how {
-            How::Complete => report(&read.done),
-            How::Failed if self.w.is(Fault::FaultIsFine) => {
-                let all: Vec<RankId> = read.done.iter().chain(&read.left).copied().collect();
-                report(&all)
-            }
-            How::Failed => Err(fault(Stage::Read, false)),
-            How::Cancelled => Err(fault(Stage::Cancelled, false)),
-        };
-        self.on_pulled(rank, id, result.clone());
-        Some(result)
-    }
-
-    pub(crate) fn on_pulled(&mut self, rank: RankId, id: PullId, result: RankResult) {
-        let failed = result.is_err();
-        let (reading, stopping) = match self.state(id) {
-            Some(Phase::Reading(reading)) => (reading, None),
-            Some(Phase::Stopping { reading, why, until }) => (reading, Some((why, until))),
-            Some(_) => return,
-            None => {
-                if !matches!(&result, Err(fault) if fault.in_doubt) {
-                    self.stopped(id, rank);
-                }
-                return;
-            }
-        };
-        let first = self.w.is(Fault::FirstRankEndsAll);
-        match (reading.on_rank(rank, result), stopping) {
-            (Step::Next(ended), stopping) => self.reads_ended(id, ended, stopping.map_or(Why::Ranks, |s| s.0)),
-            (Step::Waiting(reading), None) if !failed && first => {
-                let mut ended = reading;
-                loop {
-                    let Some(next) = ended.pending().next() else { return };
-                    let sources: Vec<RankId> = self.sources(id, next);
-                    match ended.on_rank(next, report(&sources)) {
-                        Step::Next(ended) => return self.reads_ended(id, ended, Why::Ranks),
-                        Step::Waiting(same) | Step::Ignored(same) => ended = same,
-                    }
-                }
-            }
-            (Step::Waiting(reading), None) if failed && self.w.is(Fault::RetryBeforeStopped) => {
-                let ended = reading.end_pending(&fault(Stage::Cancelled, false));
-                self.reads_ended(id, ended, Why::Ranks);
-            }
-            (Step::Ignored(reading) | Step::Waiting(reading), Some((why, until))) => {
-                self.put(id, Phase::Stopping { reading, why, until });
-            }
-            (Step::Waiting(reading), None) if failed => self.stop_ranks(id, reading, Why::Ranks),
-            (Step::Ignored(reading) | Step::Waiting(reading), None) => self.put(id, Phase::Reading(reading)),
-        }
-    }
-
-    fn sources(&mut self, id: PullId, rank: RankId) -> Vec<RankId> {
-        let (w, number) = (self.w, self.number);
-        let Some(pull) = self.pull(id) else { return Vec::new() };
-        let Some(engine) = w.consumers.get(number) else { return Vec::new() };
-        let (_, map) = w.map(engine, pull.fence.lease, pull.attempt);
-        map.map(|m| m.sources_of(rank).collect()).unwrap_or_default()
-    }
-
     /// No rank reads any more.
     fn reads_ended(&mut self, id: PullId, ended: Ended, why: Why) {
         let Some(link) = self.pull(id).and_then(|p| p.link) else { return };
@@ -528,51 +363,6 @@ impl At<'_> {
         }
     }
 
-    pub(crate) fn on_lease_closed(&mut self, link: LinkId, notice: &LeaseClosed) {
-        if let Some(id) = self.c().and_then(|c| c.find(&notice.fence, link)) {
-            self.stop_reading(id);
-        }
-    }
-
-    fn stop_reading(&mut self, id: PullId) {
-        if matches!(self.state(id), Some(Phase::Reading(_))) {
-            self.stop(id);
-        }
-    }
-
-    /// Ends a request as failed: at once if no rank reads, else when all have stopped.
-    pub(crate) fn stop(&mut self, id: PullId) {
-        match self.state(id) {
-            Some(Phase::Asking(..)) => {
-                if let Some((link, fence)) = self.pull(id).and_then(|p| Some((p.link?, p.now_fence()))) {
-                    self.release_former(id, link);
-                    self.abandoned(link, fence);
-                }
-                self.fail(id, None);
-            }
-            Some(Phase::Reading(reading)) if self.w.is(Fault::EndBeforeStopped) => {
-                let ended = reading.end_pending(&fault(Stage::Cancelled, false));
-                self.reads_ended(id, ended, Why::Told);
-            }
-            Some(Phase::Reading(reading)) => self.stop_ranks(id, reading, Why::Told),
-            Some(Phase::Releasing(releasing)) => self.fail(id, Some(releasing.ended())),
-            Some(Phase::Linking(_)) => self.fail(id, None),
-            Some(Phase::Stopping { .. }) | None => {}
-        }
-    }
-
-    fn stop_ranks(&mut self, id: PullId, reading: Reading, why: Why) {
-        let pending: Vec<RankId> = reading.pending().collect();
-        let until = (!self.w.is(Fault::NoGrace)).then(|| self.s.now + self.w.grace());
-        self.put(id, Phase::Stopping { reading, why, until });
-        let Some(c) = self.c() else { return };
-        for rank in pending {
-            if let Some(read) = c.reads.get_mut(&(rank, id)).filter(|r| r.course == Course::Runs) {
-                read.course = Course::Cancelled;
-            }
-        }
-    }
-
     /// `expire_pulls` and `send_beats`.
     pub(crate) fn step(&mut self) {
         let now = self.s.now;
@@ -598,195 +388,6 @@ impl At<'_> {
         let links: Vec<LinkId> = c.beats_due.iter().filter(|(_, due)| **due <= now).map(|(link, _)| *link).collect();
         for link in links {
             self.beat(link);
-        }
-    }
-
-    fn beat_for(&mut self, link: LinkId) {
-        let due = self.s.now + Duration::from_secs(self.w.terms.beat);
-        if let Some(c) = self.c() {
-            c.beats_due.entry(link).or_insert(due);
-        }
-    }
-
-    fn beats_end(&mut self, link: LinkId) {
-        if let Some(c) = self.c() {
-            c.beats_due.remove(&link);
-            c.awaited.remove(&link);
-        }
-    }
-
-    fn beat(&mut self, link: LinkId) {
-        let (now, beat) = (self.s.now, Duration::from_secs(self.w.terms.beat));
-        let Some(c) = self.c() else { return };
-        let pulls = c.ending_leases(link, now);
-        c.beats_due.remove(&link);
-        if pulls.is_empty() {
-            c.awaited.remove(&link);
-            return;
-        }
-        c.last_beat += 1;
-        let number = c.last_beat;
-        let awaited = c.awaited.entry(link).or_default();
-        awaited.insert(number, (now, pulls.clone()));
-        while awaited.len() > MAX_AWAITED {
-            awaited.pop_first();
-        }
-        let leases = pulls.iter().filter_map(|id| c.pulls.get(id)).map(|p| (p.fence.lease, p.attempt)).collect();
-        c.beats_due.insert(link, now + beat);
-        self.send(link, Message::Heartbeat(Heartbeat { beat: number, leases }));
-    }
-
-    pub(crate) fn on_heartbeat_answer(&mut self, link: LinkId, answer: HeartbeatAnswer) {
-        let now = self.s.now;
-        let Some(c) = self.c() else { return };
-        let awaited = c.awaited.get_mut(&link).and_then(|awaited| awaited.remove(&answer.beat));
-        let Some((sent, pulls)) = awaited else { return };
-        let sent = if self.w.is(Fault::CountFromAnswer) { now } else { sent };
-        for (id, left) in pulls.into_iter().zip(answer.left) {
-            let end = match left {
-                Left::Closed => {
-                    self.stop_reading(id);
-                    continue;
-                }
-                Left::For(time) => Some(sent + time),
-                Left::Always => None,
-            };
-            if let Some(pull) = self.pull(id) {
-                pull.lease_end = match (pull.lease_end, end) {
-                    (Some(before), Some(end)) => Some(before.max(end)),
-                    _ => None,
-                };
-            }
-        }
-    }
-
-    /// `link_lost_in_pulls`.
-    pub(crate) fn loses_link(&mut self, producer: usize, link: LinkId) {
-        self.beats_end(link);
-        let Some(c) = self.c() else { return };
-        if c.roads.get(&producer) == Some(&link) {
-            c.roads.remove(&producer);
-        }
-        let on_link: Vec<PullId> = c.pulls.iter().filter(|(_, p)| p.link == Some(link)).map(|(id, _)| *id).collect();
-        for id in on_link {
-            self.stop(id);
-        }
-    }
-
-    /// `rank_lost_in_pulls`. The rank itself may live on for a while, and its reads with it.
-    pub(crate) fn lose_rank(&mut self, rank: RankId) {
-        let Some(c) = self.c() else { return };
-        c.lost = Some(rank);
-        for (_, read) in c.reads.iter_mut().filter(|((of, _), _)| *of == rank) {
-            read.course = Course::Hangs;
-        }
-        let open: Vec<PullId> = c.pulls.keys().copied().collect();
-        for id in open {
-            let fails = match self.state(id) {
-                Some(Phase::Linking(_) | Phase::Asking(..)) => true,
-                Some(Phase::Reading(reading) | Phase::Stopping { reading, .. }) if reading.is_pending(rank) => {
-                    self.on_pulled(rank, id, Err(fault(Stage::Read, true)));
-                    continue;
-                }
-                Some(Phase::Reading(reading) | Phase::Stopping { reading, .. }) => reading.names(rank),
-                Some(Phase::Releasing(releasing)) => releasing.ended().names(rank),
-                None => false,
-            };
-            if fails {
-                self.stop(id);
-            }
-        }
-    }
-
-    /// The rank's process is another one, and joins: nothing of its former life writes any more.
-    pub(crate) fn rejoin_rank(&mut self, rank: RankId) {
-        let early = !self.w.is(Fault::DoubtForEver);
-        let Some(c) = self.c() else { return };
-        (c.lost, c.epoch) = (None, c.epoch.after());
-        c.reads.retain(|(of, _), _| *of != rank);
-        c.memory.retain(|(of, _, _), _| *of != rank);
-        for pull in c.pulls.values_mut().filter(|_| early) {
-            if let Phase::Reading(reading) | Phase::Stopping { reading, .. } = &pull.state
-                && reading.names(rank)
-            {
-                pull.stopped.insert(rank);
-            }
-        }
-        let waiting: Vec<PullId> = c.quarantine.keys().copied().collect();
-        for id in waiting {
-            self.stopped(id, rank);
-        }
-    }
-
-    /// All of the engine dies and is started again.
-    pub(crate) fn restart(&mut self) {
-        let number = self.number;
-        let Some(c) = self.c() else { return };
-        let lives = c.lives + 1;
-        let gone: Vec<PullId> = c.pulls.keys().copied().collect();
-        *c = Consumer { lives, epoch: epoch(number, lives), ..Consumer::new(number) };
-        for link in self.s.links.values_mut().filter(|l| l.consumer == number) {
-            link.drop_end(End::Consumer);
-        }
-        self.s.late.retain(|late| late.consumer != number);
-        for id in gone {
-            self.s.pull_ends(id, Fate::Gone);
-        }
-    }
-
-    /// The one place where a request is delivered.
-    fn deliver(&mut self, id: PullId, ended: &Ended) {
-        let Some(plan) = self.w.plan(id) else { return };
-        let Some(c) = self.c() else { return };
-        let right = |(dst, src)| c.memory.get(&(dst, plan.block, src)) == Some(&Content::Of(plan.lease));
-        let all_right = ended.sources().into_iter().all(right);
-        if !all_right {
-            self.s.broken.insert(Rule::DeliveredIsRight);
-        }
-        if self.s.leases.get(plan.lease).is_some_and(|told| told.held == 0) {
-            self.s.broken.insert(Rule::DeliveredIsHeld);
-        }
-        self.end(id, Fate::Delivered, None);
-    }
-
-    fn fail(&mut self, id: PullId, ended: Option<&Ended>) {
-        self.end(id, Fate::Failed, ended);
-    }
-
-    fn end(&mut self, id: PullId, fate: Fate, ended: Option<&Ended>) {
-        let (w, keep) = (self.w, self.w.is(Fault::EndTwice) && fate == Fate::Failed);
-        let Some(c) = self.c() else { return };
-        let Some(pull) = c.pulls.get(&id).cloned() else { return };
-        if !keep {
-            c.pulls.remove(&id);
-        }
-        let results = ended.into_iter().flat_map(Ended::results);
-        let in_doubt = results.filter(|(_, r)| matches!(r, Err(fault) if fault.in_doubt)).map(|(rank, _)| *rank);
-        let in_doubt: BTreeSet<RankId> = in_doubt.filter(|rank| !pull.stopped.contains(rank)).collect();
-        if let Some(plan) = w.plan(id) {
-            c.memory.retain(|(_, block, _), _| *block != plan.block);
-            if in_doubt.is_empty() || w.is(Fault::NoQuarantine) {
-                c.loans.remove(&plan.block);
-            } else {
-                c.loans.insert(plan.block, Loan { pull: id, of: LoanOf::Quarantine });
-                c.quarantine.insert(id, (plan.block, in_doubt));
-            }
-            if let Some(link) = pull.link {
-                self.close_if_unused(w.leases.get(plan.lease).map_or(0, |l| l.producer), link);
-            }
-        }
-        self.s.pull_ends(id, fate);
-    }
-
-    /// A rank that was in doubt has stopped after all.
-    fn stopped(&mut self, id: PullId, rank: RankId) {
-        let Some(c) = self.c() else { return };
-        let Some((block, ranks)) = c.quarantine.get_mut(&id) else { return };
-        ranks.remove(&rank);
-        if ranks.is_empty() {
-            let block = *block;
-            c.quarantine.remove(&id);
-            c.loans.remove(&block);
         }
     }
 }
