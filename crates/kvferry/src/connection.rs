@@ -1,65 +1,152 @@
-//! One connection: a task that reads frames and hands messages to the driver, a task that writes what the driver gives.
+//! One connection over a socket: a task that reads messages and hands them to the driver, a task that writes what the driver gives.
 //!
-//! A peer that sends nonsense, sends slowly or takes nothing harms its own connection only: the reader waits for the driver
-//! by itself, and a write that makes no progress ends the connection. What waits to be written is counted in bytes; the
-//! connection itself refuses nothing for its length: its owner looks at the count and pauses whoever fills it. A closed
-//! connection lives on for as long as its last frame makes progress and then for `LINGER`, and is counted nowhere.
+//! All that has come in one read goes to the driver as one piece of news; all that waits to be written goes out in one write.
+//! An idle connection has no buffers: what is read is read into its thread's, and kept only as far as it is part of a frame.
+//!
+//! A peer that sends nonsense, sends slowly or takes nothing harms its own connection only. The reader waits for the driver by
+//! itself: it has a few credits, each hands over what one read has brought, and the driver gives it back when it has dealt
+//! with that, or later. A frame that has begun must be complete within `FRAME`, or the connection ends; so does one that takes
+//! nothing that is written for `WRITE`. What waits to be written is counted in bytes; the connection itself refuses nothing for
+//! its length: its owner looks at the count and keeps the credits of whoever fills it. A closed connection lives on for as
+//! long as its last piece makes progress and then for `LINGER`, and is counted nowhere.
 
+use std::cell::RefCell;
+use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
-use kvferry_proto::wire::{Frame, FrameReader};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::rank::FromRank;
+use kvferry_proto::wire::{self, Frame, FrameReader};
+use kvferry_session::owner::{LinkId, RankLinkId};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::Semaphore;
 use tokio::task::{AbortHandle, JoinHandle};
 
-use crate::address::Address;
+use crate::driver::News;
+use crate::driver::inbox::Sender;
+use crate::owner::options::ConnectionLimits;
+
+mod outbox;
+
+use outbox::{Outbox, Written};
 
 /// Bytes that wait for a slow reader at the other end: beyond this, whoever fills them should be paused.
 pub(crate) const FULL: usize = 16 << 20;
-/// When the bytes fall to this, [`Connection::start`]'s `drained` is notified.
+/// When the bytes fall to this, the driver is told that something has [drained](News::Drained).
 pub(crate) const DRAINED: usize = 4 << 20;
 /// Bytes that are written at a time, and how long they may take.
 const CHUNK: usize = 256 << 10;
 const WRITE: Duration = Duration::from_secs(30);
+/// How long a frame may take from its first byte to its last.
+const FRAME: Duration = Duration::from_secs(30);
 /// How long the writing of what is left may take after the connection was given up.
 pub(crate) const LINGER: Duration = Duration::from_secs(5);
+/// Bytes that are read at a time.
+const READ: usize = 64 << 10;
+/// Reads whose messages may wait for the driver: so that a reader can read while the driver works.
+const CREDITS: usize = 2;
+/// Bodies longer than this are decoded beside the runtime's threads, and only so many at a time.
+const LONG: usize = 32 << 10;
+const LONG_MESSAGES: usize = 2;
 
-/// A socket of either kind.
+/// A socket of either kind, as it is or under protection.
+#[derive(Debug)]
 pub(crate) enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
+    Secured(Box<dyn Duplex>),
 }
 
-impl Stream {
-    /// Connects to an owner.
-    pub(crate) async fn connect(address: &Address) -> std::io::Result<Self> {
-        match address {
-            Address::Tcp(socket) => TcpStream::connect(socket).await.map(Self::Tcp),
-            Address::Unix(path) => UnixStream::connect(path).await.map(Self::Unix),
+/// A stream of bytes in both directions.
+pub(crate) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send + fmt::Debug {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + fmt::Debug> Duplex for S {}
+
+/// What the connections of an owner share.
+#[derive(Debug)]
+pub(crate) struct Common {
+    /// Long messages that are decoded at a time: each may be a hello of whom nobody knows yet.
+    long: Semaphore,
+    /// The longest message of a stranger.
+    stranger_message: usize,
+    /// Bytes of unfinished messages of all strangers, and the limit on them.
+    stranger_bytes: (AtomicUsize, usize),
+}
+
+impl Common {
+    pub(crate) fn new(limits: &ConnectionLimits) -> Self {
+        Self {
+            long: Semaphore::new(LONG_MESSAGES),
+            stranger_message: limits.stranger_message,
+            stranger_bytes: (AtomicUsize::new(0), limits.stranger_bytes),
         }
     }
 }
 
-/// What a connection's reader reports.
-pub(crate) enum Heard {
-    /// A frame.
-    Frame(Frame),
-    /// The bytes make no sense: why. Nothing more comes.
-    Nonsense(String),
-    /// It is closed: why. Nothing more comes.
-    Closed(String),
+/// Whom a connection leads to: what its frames mean, and how the driver is told of them.
+pub(crate) trait Voice: Copy + Send + Sync + 'static {
+    type Message: Send + 'static;
+    /// Whether it is trusted from the beginning.
+    const TRUSTED: bool;
+    fn decode(frame: &Frame) -> Result<Self::Message, String>;
+    fn said(self, messages: Vec<Self::Message>) -> News;
+    fn nonsense(self, reason: String) -> News;
+    fn closed(self, reason: String) -> News;
+}
+
+impl Voice for LinkId {
+    type Message = PeerMessage;
+    const TRUSTED: bool = false;
+    fn decode(frame: &Frame) -> Result<PeerMessage, String> {
+        wire::decode_peer(frame).map_err(|e| e.to_string())
+    }
+    fn said(self, messages: Vec<PeerMessage>) -> News {
+        News::PeerSaid(self, messages)
+    }
+    fn nonsense(self, reason: String) -> News {
+        News::PeerNonsense(self, reason)
+    }
+    fn closed(self, reason: String) -> News {
+        News::PeerClosed(self, reason)
+    }
+}
+
+impl Voice for RankLinkId {
+    type Message = FromRank;
+    const TRUSTED: bool = true;
+    fn decode(frame: &Frame) -> Result<FromRank, String> {
+        wire::decode_from_rank(frame).map_err(|e| e.to_string())
+    }
+    fn said(self, messages: Vec<FromRank>) -> News {
+        News::RankSaid(self, messages)
+    }
+    fn nonsense(self, reason: String) -> News {
+        News::RankClosed(self, reason)
+    }
+    fn closed(self, reason: String) -> News {
+        News::RankClosed(self, reason)
+    }
 }
 
 /// The driver's end of a connection. Dropping it closes the connection once what was given to it is written.
 pub(crate) struct Connection {
-    outbox: mpsc::UnboundedSender<Vec<u8>>,
-    waiting: Arc<AtomicUsize>,
-    paused: watch::Sender<bool>,
+    outbox: Outbox,
+    control: Arc<Control>,
     reader: Reader,
     writer: JoinHandle<()>,
+}
+
+/// What the driver tells the reader.
+#[derive(Debug)]
+struct Control {
+    credits: Semaphore,
+    /// Whether it is known who is at the other end.
+    trusted: AtomicBool,
 }
 
 /// The reader's task, which ends with this.
@@ -72,194 +159,370 @@ impl Drop for Reader {
 }
 
 impl Connection {
-    /// Takes over a socket. `tell` hands what is heard to the driver, and gives false when nothing more is wanted. `drained` is
-    /// notified when little waits to be written any more, or never will be.
-    pub(crate) fn start<F, R>(stream: Stream, drained: Arc<Notify>, tell: F) -> Self
-    where
-        F: FnMut(Heard) -> R + Send + 'static,
-        R: Future<Output = bool> + Send + 'static,
-    {
+    /// Takes over a socket. `news` is where what is heard goes, and word when little waits to be written any more.
+    pub(crate) fn start<V: Voice>(stream: Stream, whose: V, news: Sender<News>, common: Arc<Common>) -> Self {
         match stream {
             Stream::Tcp(s) => {
-                // Messages are small and answers are awaited. Where it can't be set, it is only slower.
-                drop(s.set_nodelay(true));
-                // A peer whose host has vanished is noticed in the end. Where it can't be set, only by its silence.
-                let _ = rustix::net::sockopt::set_socket_keepalive(&s, true);
                 let (read, write) = s.into_split();
-                Self::run(read, write, drained, tell)
+                Self::run(read, write, whose, news, common)
             }
             Stream::Unix(s) => {
                 let (read, write) = s.into_split();
-                Self::run(read, write, drained, tell)
+                Self::run(read, write, whose, news, common)
+            }
+            Stream::Secured(s) => {
+                let (read, write) = tokio::io::split(s);
+                Self::run(read, write, whose, news, common)
             }
         }
     }
 
-    fn run<F, R>(
+    fn run<V: Voice>(
         read: impl AsyncRead + Unpin + Send + 'static,
         write: impl AsyncWrite + Unpin + Send + 'static,
-        drained: Arc<Notify>,
-        tell: F,
-    ) -> Self
-    where
-        F: FnMut(Heard) -> R + Send + 'static,
-        R: Future<Output = bool> + Send + 'static,
-    {
-        let (outbox, inbox) = mpsc::unbounded_channel();
-        let (paused, gate) = watch::channel(false);
-        let waiting = Arc::new(AtomicUsize::new(0));
-        let reader = Reader(tokio::spawn(listen(read, gate, tell)).abort_handle());
-        let writer = tokio::spawn(speak(write, inbox, waiting.clone(), drained));
-        Self { outbox, waiting, paused, reader, writer }
+        whose: V,
+        news: Sender<News>,
+        common: Arc<Common>,
+    ) -> Self {
+        let (outbox, written) = outbox::outbox();
+        let (credits, trusted) = (Semaphore::new(CREDITS), AtomicBool::new(V::TRUSTED));
+        let control = Arc::new(Control { credits, trusted });
+        let listener = Listener { whose, news: news.clone(), control: control.clone(), common };
+        let reader = Reader(tokio::spawn(listener.listen(read)).abort_handle());
+        let writer = tokio::spawn(speak(write, written, whose, news));
+        Self { outbox, control, reader, writer }
     }
 
-    /// Gives a frame to be written; false if the other end takes nothing any more.
-    pub(crate) fn send(&self, frame: Vec<u8>) -> bool {
-        self.waiting.fetch_add(frame.len(), Ordering::Relaxed);
-        self.outbox.send(frame).is_ok()
+    /// Gives a frame to be written with the next [`flush`](Self::flush); false if the other end takes nothing any more.
+    pub(crate) fn send(&mut self, frame: Vec<u8>) -> bool {
+        self.outbox.send(frame)
+    }
+
+    /// Lets what was sent be written.
+    pub(crate) fn flush(&mut self) {
+        self.outbox.flush();
     }
 
     /// Bytes that wait to be written.
     pub(crate) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Relaxed)
+        self.outbox.waiting()
     }
 
-    /// Whether the reader is to hold back the next frame.
-    pub(crate) fn pause(&self, paused: bool) {
-        self.paused.send_replace(paused);
+    /// Gives the reader a credit back: one for each piece of news.
+    pub(crate) fn credit(&self) {
+        self.control.credits.add_permits(1);
+    }
+
+    /// From now on it is known who is at the other end, and messages may be as long as any.
+    pub(crate) fn trust(&self) {
+        self.control.trusted.store(true, Ordering::Relaxed);
     }
 
     /// Closes it; the handle tells when what was given to it is written.
     pub(crate) fn close(self) -> JoinHandle<()> {
         drop(self.reader);
+        drop(self.outbox);
         self.writer
     }
 }
 
-async fn listen<F, R>(mut read: impl AsyncRead + Unpin, mut gate: watch::Receiver<bool>, mut tell: F)
-where
-    F: FnMut(Heard) -> R,
-    R: Future<Output = bool>,
-{
-    let mut frames = FrameReader::default();
-    let mut buffer = vec![0u8; 16 << 10];
-    loop {
-        let n = match read.read(&mut buffer).await {
-            Ok(0) => {
-                let reason = match frames.finish() {
-                    Ok(()) => "the other end closed it".to_owned(),
-                    Err(error) => error.to_string(),
-                };
-                tell(Heard::Closed(reason)).await;
-                return;
-            }
-            Ok(n) => n,
-            Err(error) => {
-                tell(Heard::Closed(error.to_string())).await;
-                return;
-            }
-        };
-        frames.extend(&buffer[..n]);
-        loop {
-            match frames.next_frame() {
-                Ok(Some(frame)) => {
-                    if gate.wait_for(|paused| !paused).await.is_err() {
-                        return;
-                    }
-                    if !tell(Heard::Frame(frame)).await {
-                        return;
-                    }
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    tell(Heard::Nonsense(error.to_string())).await;
-                    return;
-                }
-            }
-        }
+struct Listener<V> {
+    whose: V,
+    news: Sender<News>,
+    control: Arc<Control>,
+    common: Arc<Common>,
+}
+
+/// What a stranger's unfinished message counts for; given back with this.
+struct Share<'a> {
+    of: &'a AtomicUsize,
+    bytes: usize,
+}
+
+impl Share<'_> {
+    /// Counts so many bytes instead; gives what all strangers have then.
+    fn set(&mut self, bytes: usize) -> usize {
+        let before = std::mem::replace(&mut self.bytes, bytes);
+        let all = self.of.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
+        self.of.fetch_sub(before, Ordering::Relaxed);
+        all.wrapping_sub(before)
     }
 }
 
-async fn speak(
-    mut write: impl AsyncWrite + Unpin,
-    mut inbox: mpsc::UnboundedReceiver<Vec<u8>>,
-    waiting: Arc<AtomicUsize>,
-    drained: Arc<Notify>,
-) {
-    let mut progress = true;
-    while progress && !inbox.is_closed() {
-        let Some(frame) = inbox.recv().await else { break };
-        // What fails is learnt when the next frame is refused, or from the reader.
-        progress = put(&mut write, &frame).await;
-        let before = waiting.fetch_sub(frame.len(), Ordering::Relaxed);
-        if before > DRAINED && before - frame.len() <= DRAINED {
-            drained.notify_one();
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        self.of.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl<V: Voice> Listener<V> {
+    /// Reads until the connection ends, one way or the other, and says how.
+    async fn listen(self, mut read: impl AsyncRead + Unpin) {
+        let mut frames = FrameReader::new(self.common.stranger_message);
+        let (of, most) = &self.common.stranger_bytes;
+        let mut share = Some(Share { of, bytes: 0 });
+        let mut slow = None;
+        let last = loop {
+            let came = match &mut slow {
+                None => read_some(&mut read, &mut frames).await,
+                Some(late) => {
+                    tokio::select! {
+                        came = read_some(&mut read, &mut frames) => came,
+                        () = late => break self.whose.closed(format!("a frame was not complete within {FRAME:?}")),
+                    }
+                }
+            };
+            match came {
+                Ok(0) => {
+                    let reason = frames.finish().map_or_else(|e| e.to_string(), |()| "the other end closed it".into());
+                    break self.whose.closed(reason);
+                }
+                Ok(_) => {}
+                Err(error) => break self.whose.closed(error.to_string()),
+            }
+            if share.is_some() && self.control.trusted.load(Ordering::Relaxed) {
+                frames.set_limit(wire::MAX_FRAME);
+                share = None;
+            }
+            let (messages, fault) = self.messages(&mut frames).await;
+            if !messages.is_empty() {
+                slow = None;
+                let Ok(credit) = self.control.credits.acquire().await else { return };
+                credit.forget();
+                if self.news.send(self.whose.said(messages)).is_err() {
+                    return;
+                }
+            }
+            if let Some(reason) = fault {
+                break self.whose.nonsense(reason);
+            }
+            let unfinished = frames.waiting();
+            if unfinished == 0 {
+                slow = None;
+            } else if slow.is_none() {
+                slow = Some(Box::pin(tokio::time::sleep(FRAME)));
+            }
+            if share.as_mut().is_some_and(|share| share.set(unfinished) > *most) {
+                break self
+                    .whose
+                    .closed(format!("those who have not said who they are have sent more than {most} bytes"));
+            }
+        };
+        // Refused only when the driver is gone.
+        drop(self.news.send(last));
+    }
+
+    /// The messages that are complete, and what is wrong with what follows them.
+    async fn messages(&self, frames: &mut FrameReader) -> (Vec<V::Message>, Option<String>) {
+        let mut messages = Vec::new();
+        loop {
+            let frame = match frames.next_frame() {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return (messages, None),
+                Err(error) => return (messages, Some(error.to_string())),
+            };
+            match self.decode(frame).await {
+                Ok(message) => messages.push(message),
+                Err(reason) => return (messages, Some(reason)),
+            }
         }
+    }
+
+    /// Decodes a frame; a long one beside the runtime's threads, and only a few at a time.
+    async fn decode(&self, frame: Frame) -> Result<V::Message, String> {
+        if frame.body.len() <= LONG {
+            return V::decode(&frame);
+        }
+        let _permit = self.common.long.acquire().await.map_err(|e| e.to_string())?;
+        tokio::task::spawn_blocking(move || V::decode(&frame)).await.map_err(|e| e.to_string())?
+    }
+}
+
+thread_local! {
+    /// What is read lies here until it has been given to its frame reader, within one poll.
+    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; READ].into());
+}
+
+/// Reads what has come, at least a byte, into `frames`; gives how many bytes, 0 at the end. Nothing is lost where it is dropped.
+async fn read_some(read: &mut (impl AsyncRead + Unpin), frames: &mut FrameReader) -> std::io::Result<usize> {
+    std::future::poll_fn(|cx| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            let mut buffer = ReadBuf::new(scratch);
+            match Pin::new(&mut *read).poll_read(cx, &mut buffer) {
+                Poll::Ready(Ok(())) => {
+                    let came = buffer.filled();
+                    if !came.is_empty() {
+                        frames.extend(came);
+                    }
+                    Poll::Ready(Ok(came.len()))
+                }
+                Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+                Poll::Pending => Poll::Pending,
+            }
+        })
+    })
+    .await
+}
+
+async fn speak<V: Voice>(mut write: impl AsyncWrite + Unpin, mut outbox: Written, whose: V, news: Sender<News>) {
+    let mut rest = Vec::new();
+    let mut progress = true;
+    'pieces: while let Some(piece) = outbox.next().await {
+        let mut at = 0;
+        while at < piece.len() {
+            if outbox.is_closing() {
+                rest = piece;
+                rest.drain(..at);
+                break 'pieces;
+            }
+            let chunk = &piece[at..piece.len().min(at + CHUNK)];
+            let write = async {
+                write.write_all(chunk).await?;
+                write.flush().await
+            };
+            match tokio::time::timeout(WRITE, write).await {
+                Ok(Ok(())) => {}
+                failed => {
+                    progress = false;
+                    // A broken connection is the reader's to tell: the other end may have said why before it closed.
+                    if failed.is_err() {
+                        drop(news.send(whose.closed(format!("it has taken nothing for {WRITE:?}"))));
+                    }
+                    break 'pieces;
+                }
+            }
+            at += chunk.len();
+            if outbox.written(chunk.len(), DRAINED) {
+                // Refused only when the driver is gone.
+                drop(news.send(News::Drained));
+            }
+        }
+        outbox.recycle(piece);
     }
     if progress {
         // Given up by our side.
+        rest.append(&mut outbox.rest());
         let rest = async {
-            while let Some(frame) = inbox.recv().await {
-                write.write_all(&frame).await?;
-            }
+            write.write_all(&rest).await?;
             write.shutdown().await
         };
         // Closed already is as good.
         drop(tokio::time::timeout(LINGER, rest).await);
     }
-    inbox.close();
-    drained.notify_one();
-}
-
-/// Writes a frame; false if that fails or makes no progress.
-async fn put(write: &mut (impl AsyncWrite + Unpin), frame: &[u8]) -> bool {
-    for chunk in frame.chunks(CHUNK) {
-        if !matches!(tokio::time::timeout(WRITE, write.write_all(chunk)).await, Ok(Ok(()))) {
-            return false;
-        }
-    }
-    true
+    outbox.end();
+    drop(news.send(News::Drained));
 }
 
 #[cfg(test)]
 mod tests {
-    use kvferry_proto::peer::PeerMessage;
     use kvferry_proto::wire::encode_peer;
+    use tokio::io::AsyncReadExt;
 
     use super::*;
+    use crate::driver::inbox::{Inbox, inbox};
 
     const SOON: Duration = Duration::from_secs(5);
+    const LINK: LinkId = LinkId(7);
 
     /// A connection, what it hears, and its other end.
-    fn connection(drained: &Arc<Notify>) -> (Connection, mpsc::UnboundedReceiver<bool>, UnixStream) {
+    fn connection() -> (Connection, Inbox<News>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let (tell, heard) = mpsc::unbounded_channel();
-        let connection = Connection::start(Stream::Unix(ours), drained.clone(), move |heard| {
-            let more = tell.send(matches!(heard, Heard::Frame(_))).is_ok();
-            async move { more }
-        });
+        let (tell, heard) = inbox();
+        let connection =
+            Connection::start(Stream::Unix(ours), LINK, tell, Arc::new(Common::new(&ConnectionLimits::default())));
         (connection, heard, theirs)
     }
 
-    #[tokio::test]
-    async fn a_paused_reader_holds_its_frames_back() {
-        let (connection, mut heard, mut theirs) = connection(&Arc::new(Notify::new()));
-        let frame = encode_peer(&PeerMessage::Refused(vec!["no".into()])).unwrap();
-        connection.pause(true);
-        theirs.write_all(&frame).await.unwrap();
-        assert!(tokio::time::timeout(Duration::from_millis(100), heard.recv()).await.is_err());
-        connection.pause(false);
-        assert_eq!(tokio::time::timeout(SOON, heard.recv()).await, Ok(Some(true)));
+    async fn next(heard: &Inbox<News>) -> Vec<News> {
+        tokio::time::timeout(SOON, heard.filled()).await.unwrap();
+        let mut news = Vec::new();
+        heard.take(&mut news);
+        news
     }
 
-    /// However much waits, nothing is refused or lost; the count tells, and so does the notice when it is written.
+    fn said(news: &[News]) -> Vec<usize> {
+        let count = |n: &News| match n {
+            News::PeerSaid(LINK, messages) => messages.len(),
+            _ => panic!("it said something else"),
+        };
+        news.iter().map(count).collect()
+    }
+
+    fn refused() -> Vec<u8> {
+        encode_peer(&PeerMessage::Refused(vec!["no".into()])).unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_comes_in_one_read_is_one_piece_of_news() {
+        let (connection, heard, mut theirs) = connection();
+        theirs.write_all(&refused().repeat(100)).await.unwrap();
+        assert_eq!(said(&next(&heard).await), [100]);
+        connection.credit();
+        // A frame in two pieces is one message.
+        let frame = refused();
+        theirs.write_all(&frame[..5]).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(50), heard.filled()).await.is_err());
+        theirs.write_all(&frame[5..]).await.unwrap();
+        assert_eq!(said(&next(&heard).await), [1]);
+    }
+
+    #[tokio::test]
+    async fn a_reader_without_credit_holds_back() {
+        let (connection, heard, mut theirs) = connection();
+        for _ in 0..CREDITS {
+            theirs.write_all(&refused()).await.unwrap();
+            assert_eq!(said(&next(&heard).await), [1]);
+        }
+        theirs.write_all(&refused()).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(100), heard.filled()).await.is_err());
+        connection.credit();
+        assert_eq!(said(&next(&heard).await), [1]);
+    }
+
+    /// Slowloris: a byte now and then is no frame.
+    #[tokio::test(start_paused = true)]
+    async fn hs_06_a_frame_that_does_not_end_ends_the_connection() {
+        let (_connection, heard, mut theirs) = connection();
+        let frame = refused();
+        let begun = tokio::time::Instant::now();
+        let drip = tokio::spawn(async move {
+            for byte in frame.chunks(1) {
+                tokio::time::sleep(Duration::from_secs(8)).await;
+                if theirs.write_all(byte).await.is_err() {
+                    return;
+                }
+            }
+        });
+        heard.filled().await;
+        let mut news = Vec::new();
+        heard.take(&mut news);
+        assert!(matches!(&news[..], [News::PeerClosed(LINK, reason)] if reason.contains("not complete")));
+        assert!(begun.elapsed() < FRAME + Duration::from_secs(10), "{:?}", begun.elapsed());
+        drip.abort();
+    }
+
+    #[tokio::test]
+    async fn what_waits_is_written_in_one_piece() {
+        let (mut connection, _heard, mut theirs) = connection();
+        for i in 0..100u8 {
+            assert!(connection.send(vec![i; 10]));
+        }
+        assert_eq!(connection.waiting(), 1000);
+        let mut got = [0; 2000];
+        let early = tokio::time::timeout(Duration::from_millis(50), theirs.read(&mut got)).await;
+        assert!(early.is_err(), "nothing is written before a flush");
+        connection.flush();
+        assert_eq!(theirs.read(&mut got).await.unwrap(), 1000);
+    }
+
+    /// However much waits, nothing is refused or lost; the count tells, and so does the news when it is written.
     #[tokio::test]
     async fn what_waits_is_counted_and_written_to_the_end() {
-        let drained = Arc::new(Notify::new());
-        let (connection, _heard, mut theirs) = connection(&drained);
+        let (mut connection, heard, mut theirs) = connection();
         let (frames, len) = (3000, 16 << 10);
         for _ in 0..frames {
             assert!(connection.send(vec![7; len]));
+            connection.flush();
         }
         tokio::task::yield_now().await;
         assert!(connection.waiting() > FULL, "nobody has read");
@@ -267,7 +530,7 @@ mod tests {
             let mut all = Vec::new();
             theirs.read_to_end(&mut all).await.map(|_| all.len())
         });
-        tokio::time::timeout(SOON, drained.notified()).await.unwrap();
+        assert!(matches!(next(&heard).await[..], [News::Drained]));
         assert!(connection.waiting() <= DRAINED);
         tokio::time::timeout(SOON, connection.close()).await.unwrap().unwrap();
         assert_eq!(reader.await.unwrap().unwrap(), frames * len);

@@ -1,17 +1,17 @@
 //! Moves KV caches between LLM engines of any two layouts.
 //!
 //! An engine has one [`Owner`], its control endpoint, and a [`Worker`] for each of its ranks, each in a process of its own
-//! or all in one. A prefill engine *offers* the blocks of a request and hands the [`Reference`] to its router; a decode
-//! engine *pulls* by that reference into its own blocks. What is between them (who reads what from whom, which bytes those
-//! are, and whether they can be trusted) is kvferry's business.
+//! or all in one: that is an [`Engine`]. A prefill engine *offers* the blocks of a request and hands the [`Reference`] to its
+//! router; a decode engine *pulls* by that reference into its own blocks. What is between them (who reads what from whom, which
+//! bytes those are, and whether they can be trusted) is kvferry's business.
 //!
 //! ```text
 //!   engine's scheduler           each rank of the engine
 //!   Owner::builder(..)           Worker::builder(..)
 //!     |   ^                        |        \
-//!     |   '---- Unix socket -------'         '--- Transport: reads the other engine's ranks
+//!     |   '- Unix socket or memory -'         '--- Transport: reads the other engine's ranks
 //!     |
-//!     '---- TCP or Unix socket ---- the other engine's Owner
+//!     '---- TCP or Unix socket, or memory ---- the other engine's Owner
 //! ```
 //!
 //! ```no_run
@@ -40,20 +40,35 @@
 //! This is the only crate that knows tokio, sockets and the clock; one file reads the clock (`driver.rs`). Everything that
 //! is decided is decided in [`kvferry_session`].
 //!
-//! What this crate does not do yet: authentication (so it listens on loopback and Unix sockets unless
-//! [told otherwise](OwnerBuilder::plaintext_beyond_loopback)), lease expiry, retries, push.
+//! What happens to a future that is dropped: [`Owner::offer`] takes the offer back; [`PullHandle`] gives the pull up, which ends when
+//! its ranks have stopped; [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the same; [`Owner::drain`] has begun
+//! to drain, and shuts down.
+//!
+//! Links to other owners are [protected](secure) where other hosts can connect, or the owner does not start
+//! (but [see](OwnerBuilder::plaintext_beyond_loopback)). What this crate does not do yet: push.
 #![forbid(unsafe_code)]
 
 mod address;
+pub mod config;
 mod connection;
 mod driver;
+mod engine;
+mod memory;
+mod metrics;
 mod owner;
+mod params;
 mod permuter;
 mod pull;
 mod reference;
+pub mod secure;
+mod snapshot;
+mod spans;
 mod worker;
 
-pub use address::{Address, AddressError};
+pub use address::{Address, AddressError, MemoryName};
+pub use config::{ConfigErrors, EngineConfig};
+pub use driver::events::{OwnerEvent, OwnerEvents};
+pub use engine::{Engine, EngineBuilder, EngineError};
 pub use kvferry_geometry::compat::{CompatOptions, Unmatched};
 pub use kvferry_geometry::manifest::{CacheGroup, RankManifest};
 pub use kvferry_geometry::request::{
@@ -66,15 +81,21 @@ pub use kvferry_proto::handshake::IdentityCheck;
 pub use kvferry_proto::lease::Closing;
 pub use kvferry_proto::manifest::{EngineManifest, JoinError};
 pub use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity, NameError};
+pub use kvferry_proto::rank::PullId;
 pub use kvferry_session::outcome::PairReport;
-pub use kvferry_session::owner::OfferError;
+pub use kvferry_session::owner::{OfferError, USUAL_PRIORITY};
 pub use kvferry_session::{
-    Assurance, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, LaneReport, LaneStanding, Overlap,
-    Report, StagingRefused, Way,
+    Admission, Assurance, Backoff, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, LaneReport,
+    LaneStanding, LeaseTerms, Limits, Overlap, Phase, Phases, Report, StagingRefused, Ttl, Way,
 };
 pub use kvferry_transport::preflight::{Policy, PolicyError};
 pub use kvferry_transport::{Region, Transport};
-pub use owner::{CallError, OfferSpec, Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullSpec, ReadyError, StartError};
+pub use memory::RankPort;
+pub use metrics::{METRICS, Metric, MetricKind, Transfers};
+pub use owner::options::ConnectionLimits;
+pub use owner::{CallError, OfferSpec, Owner, OwnerBuilder, PullSpec, ReadyError, StartError};
+pub use params::{ParamsError, REFERENCE_KEY, Source, TransferParams};
 pub use pull::{PullError, PullHandle};
 pub use reference::{Reference, ReferenceError};
+pub use snapshot::{LeaseSnapshot, LinkSnapshot, PullSnapshot, QuarantineSnapshot, Snapshot};
 pub use worker::{LaneBoard, StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};

@@ -1,14 +1,15 @@
 //! A pull that is under way, as the engine holds it.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use kvferry_proto::rank::PullId;
 use kvferry_session::{Delivered, Failed};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use crate::driver::Command;
-use crate::owner::CallError;
+use crate::owner::{CallError, Caller};
 
 /// A pull in progress: a future of how it ends. Dropping it gives the pull up; its blocks may be written for a little while
 /// longer, so await it after [`cancel`](Self::cancel) instead where they are to be used again.
@@ -16,16 +17,18 @@ use crate::owner::CallError;
 pub struct PullHandle {
     id: PullId,
     result: Option<oneshot::Receiver<Result<Delivered, Failed>>>,
-    commands: mpsc::Sender<Command>,
+    caller: Arc<Caller>,
 }
 
 impl PullHandle {
-    pub(crate) fn new(
-        id: PullId,
-        result: oneshot::Receiver<Result<Delivered, Failed>>,
-        commands: mpsc::Sender<Command>,
-    ) -> Self {
-        Self { id, result: Some(result), commands }
+    pub(crate) fn new(id: PullId, result: oneshot::Receiver<Result<Delivered, Failed>>, caller: Arc<Caller>) -> Self {
+        Self { id, result: Some(result), caller }
+    }
+
+    /// Names the pull in [snapshots](crate::Owner::snapshot), and for [`Owner::abort`](crate::Owner::abort).
+    #[must_use]
+    pub fn id(&self) -> PullId {
+        self.id
     }
 
     /// Asks to give the pull up; await the handle for its end.
@@ -33,7 +36,7 @@ impl PullHandle {
     /// # Errors
     /// If the owner was shut down.
     pub async fn cancel(&self) -> Result<(), CallError> {
-        self.commands.send(Command::Cancel { pull: self.id }).await.map_err(|_| CallError::Shutdown)
+        self.caller.tell(Command::Cancel { pull: self.id })
     }
 }
 
@@ -56,8 +59,8 @@ impl Future for PullHandle {
 impl Drop for PullHandle {
     fn drop(&mut self) {
         if self.result.is_some() {
-            // Where the channel is full, the driver finds the abandoned pull by itself, within a second.
-            drop(self.commands.try_send(Command::Cancel { pull: self.id }));
+            // With the owner ends the pull.
+            drop(self.caller.tell(Command::Cancel { pull: self.id }));
         }
     }
 }

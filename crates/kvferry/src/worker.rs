@@ -1,12 +1,11 @@
 //! One rank: a thread (or the process's own) that joins its owner and drives a [`RankSession`].
 //!
-//! It needs no async runtime: it sleeps in one `poll` on the owner's socket, the transport's wake source, the end of
-//! permutations and the request to stop, and uses no CPU while idle.
+//! It needs no async runtime: it sleeps in one `poll` on its link to the owner, the transport's wake source, the end of
+//! permutations and the request to stop, and uses no CPU while idle. The link is a Unix socket, or a queue where the owner is in
+//! the same process.
 
-use std::io::{ErrorKind, Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -16,20 +15,20 @@ use kvferry_geometry::staged::CostModel;
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_memory::{BufferError, BufferOptions, SharedBuffer};
 use kvferry_proto::names::{EngineId, Epoch};
-use kvferry_proto::wire::{FrameReader, WireError, decode_to_rank, encode_from_rank};
-use kvferry_session::rank::{RankIdentity, Standing};
+use kvferry_proto::wire::WireError;
+use kvferry_session::rank::{Admission, AdmissionRefused, RankIdentity};
 use kvferry_session::{CacheError, LaneReport, LocalCache, RankSession, StagingConfig, StagingRefused, Way};
 use kvferry_transport::preflight::Policy;
 use kvferry_transport::{Region, Transport};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::driver::Clock;
+use crate::memory::RankPort;
 use crate::permuter::Permuter;
 
-/// Between two attempts to reach the owner's socket.
-const RETRY: Duration = Duration::from_millis(20);
-/// Bytes that wait for the owner, at most: an owner that takes nothing is as good as gone.
-const OUTBOX: usize = 64 << 20;
+mod link;
+mod run;
+
+use link::RankLink;
+use run::Loop;
 
 /// A worker ended otherwise than by request.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +40,9 @@ pub enum WorkerError {
     /// The rank can't stage as it is told to.
     #[error(transparent)]
     Staging(#[from] StagingRefused),
+    /// The rank can't read as it is told to.
+    #[error(transparent)]
+    Admission(#[from] AdmissionRefused),
     /// There is no staging memory to be had.
     #[error("staging memory: {0}")]
     Memory(#[from] BufferError),
@@ -89,13 +91,21 @@ pub enum WorkerError {
 pub struct WorkerBuilder {
     engine: EngineId,
     rank: RankId,
-    owner: PathBuf,
+    owner: OwnerAt,
     manifest: RankManifest,
     memory: Vec<Region>,
     transport: Box<dyn Transport>,
     connect: Duration,
     staging: StagingOptions,
     policy: Policy,
+    admission: Admission,
+}
+
+/// Where the owner is.
+#[derive(Debug)]
+enum OwnerAt {
+    Socket(PathBuf),
+    Here(RankPort),
 }
 
 /// How a worker stages what its rank reads, and what others read from it; see [`WorkerBuilder::staging`].
@@ -122,7 +132,7 @@ impl Default for StagingOptions {
 
 impl std::fmt::Debug for WorkerBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "WorkerBuilder({} rank {} at {})", self.engine, self.rank, self.owner.display())
+        write!(f, "WorkerBuilder({} rank {} at {:?})", self.engine, self.rank, self.owner)
     }
 }
 
@@ -131,6 +141,14 @@ impl WorkerBuilder {
     #[must_use]
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect = timeout;
+        self
+    }
+
+    /// Joins an owner of this process by its [`rank_port`](crate::Owner::rank_port) instead of its socket: messages are moved, not
+    /// encoded.
+    #[must_use]
+    pub fn in_process(mut self, port: RankPort) -> Self {
+        self.owner = OwnerAt::Here(port);
         self
     }
 
@@ -151,6 +169,13 @@ impl WorkerBuilder {
         self
     }
 
+    /// How much the rank reads at a time, over all and from one peer, and into what slices a long read is cut.
+    #[must_use]
+    pub fn admission(mut self, admission: Admission) -> Self {
+        self.admission = admission;
+        self
+    }
+
     /// Registers the memory and connects to the owner.
     ///
     /// # Errors
@@ -167,18 +192,22 @@ impl WorkerBuilder {
             let memory = SharedBuffer::new(&name, pool, BufferOptions::default())?;
             cache = cache.with_staging(&mut *self.transport, memory.region())?;
         }
-        let link = reach(&self.owner, self.connect)
-            .map_err(|error| WorkerError::Connect { path: self.owner.clone(), error })?;
-        link.set_nonblocking(true).map_err(system("a socket that doesn't block"))?;
+        let link = match self.owner {
+            OwnerAt::Socket(path) => {
+                RankLink::connect(&path, self.connect).map_err(|error| WorkerError::Connect { path, error })?
+            }
+            OwnerAt::Here(port) => {
+                RankLink::Memory { end: port.join().map_err(system("a link to the owner"))?, out: Vec::new() }
+            }
+        };
         let (stop, stopped) = UnixStream::pair().map_err(system("a pair of sockets"))?;
         let who = RankIdentity { engine: self.engine, rank: self.rank, epoch: Epoch::new(epoch) };
         let session = RankSession::new(who, self.transport, cache).with_staging(StagingConfig { cost, way })?;
-        let session = session.with_lanes(self.policy)?;
+        let session = session.with_lanes(self.policy)?.with_admission(self.admission)?;
         let permuter = Permuter::new(self.rank, threads).map_err(system("a pair of sockets"))?;
-        let (frames, out) = (FrameReader::default(), Vec::new());
         let lanes = LaneBoard::default();
         let board = (lanes.clone(), 0);
-        let loop_ = Loop { rank: self.rank, session, link, stopped, frames, out, permuter, board };
+        let loop_ = Loop { rank: self.rank, session, link, stopped, permuter, board };
         Ok(Worker { rank: self.rank, loop_, stop, lanes })
     }
 
@@ -234,10 +263,11 @@ impl Worker {
         memory: Vec<Region>,
         transport: Box<dyn Transport>,
     ) -> WorkerBuilder {
-        let (owner, connect) = (owner.into(), Duration::from_secs(30));
+        let (owner, connect) = (OwnerAt::Socket(owner.into()), Duration::from_secs(30));
         let staging = StagingOptions::default();
         let policy = Policy::default();
-        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect, staging, policy }
+        let admission = Admission::default();
+        WorkerBuilder { engine, rank, owner, manifest, memory, transport, connect, staging, policy, admission }
     }
 
     /// Which rank.
@@ -312,143 +342,5 @@ impl Drop for WorkerHandle {
             // Its error was not asked for.
             drop(thread.join());
         }
-    }
-}
-
-/// Connects to a socket that may not be there yet.
-fn reach(path: &Path, timeout: Duration) -> std::io::Result<UnixStream> {
-    let clock = Clock::start();
-    loop {
-        match UnixStream::connect(path) {
-            Ok(link) => return Ok(link),
-            Err(error) => {
-                let may_come = matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused);
-                if !may_come || clock.now() >= timeout {
-                    return Err(error);
-                }
-            }
-        }
-        std::thread::sleep(RETRY);
-    }
-}
-
-/// Why to go on or not.
-enum Go {
-    On,
-    /// The owner has closed the link, or we were asked to stop.
-    End,
-}
-
-#[derive(Debug)]
-struct Loop {
-    rank: RankId,
-    session: RankSession,
-    link: UnixStream,
-    stopped: UnixStream,
-    frames: FrameReader,
-    out: Vec<u8>,
-    permuter: Permuter,
-    /// Where the lanes are shown, and up to which change they are.
-    board: (LaneBoard, u64),
-}
-
-impl Loop {
-    fn run(mut self) -> Result<(), WorkerError> {
-        let clock = Clock::start();
-        loop {
-            let next = self.session.step(clock.now());
-            if self.session.lanes_revision() != self.board.1 {
-                self.board.1 = self.session.lanes_revision();
-                self.board.0.set(self.session.lanes());
-            }
-            while let Some(work) = self.session.next_work() {
-                self.permuter.start(work)?;
-            }
-            while let Some(message) = self.session.next_message() {
-                self.out.extend(encode_from_rank(&message)?);
-            }
-            if let Go::End = self.write()? {
-                return Ok(());
-            }
-            if let Standing::Refused(reason) = self.session.standing() {
-                return Err(WorkerError::Refused { rank: self.rank, reason: reason.clone() });
-            }
-            let timeout = next.map(|t| t.saturating_sub(clock.now()));
-            let (readable, stopped) = self.sleep(timeout)?;
-            if stopped {
-                return Ok(());
-            }
-            while let Some(work) = self.permuter.done()? {
-                self.session.work_done(work, clock.now());
-            }
-            if readable && let Go::End = self.read(clock)? {
-                return match self.session.standing() {
-                    Standing::Refused(reason) => Err(WorkerError::Refused { rank: self.rank, reason: reason.clone() }),
-                    _ => Ok(()),
-                };
-            }
-        }
-    }
-
-    /// Sleeps until something is to be done; says whether the owner has sent and whether to stop.
-    fn sleep(&self, timeout: Option<Duration>) -> Result<(bool, bool), WorkerError> {
-        let wanted = if self.out.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
-        let wake = self.session.wake_fd();
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.link.as_fd(), wanted),
-            PollFd::from_borrowed_fd(self.stopped.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(wake, PollFlags::IN),
-            PollFd::from_borrowed_fd(self.permuter.wake_fd(), PollFlags::IN),
-        ];
-        // Beyond a day it may as well look once more.
-        let timeout = timeout.map(|t| t.min(Duration::from_secs(86400)));
-        let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(WorkerError::System { what: "to wait", error: error.into() }),
-        }
-        let any = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
-        Ok((fds[0].revents().intersects(any), fds[1].revents().intersects(any)))
-    }
-
-    fn write(&mut self) -> Result<Go, WorkerError> {
-        let mut done = 0;
-        while done < self.out.len() {
-            match self.link.write(&self.out[done..]) {
-                Ok(0) => return Ok(Go::End),
-                Ok(n) => done += n,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return ended(error),
-            }
-        }
-        self.out.drain(..done);
-        if self.out.len() > OUTBOX { Err(WorkerError::OwnerStuck { waiting: self.out.len() }) } else { Ok(Go::On) }
-    }
-
-    fn read(&mut self, clock: Clock) -> Result<Go, WorkerError> {
-        let mut buffer = [0u8; 16 << 10];
-        // A bound, so that a chatty owner doesn't keep the transport waiting.
-        for _ in 0..64 {
-            match self.link.read(&mut buffer) {
-                Ok(0) => return Ok(Go::End),
-                Ok(n) => self.frames.extend(&buffer[..n]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return ended(error),
-            }
-            while let Some(frame) = self.frames.next_frame().map_err(WireError::from)? {
-                self.session.handle(decode_to_rank(&frame)?, clock.now());
-            }
-        }
-        Ok(Go::On)
-    }
-}
-
-/// A broken link is an end like any other when the owner has just closed it.
-fn ended(error: std::io::Error) -> Result<Go, WorkerError> {
-    match error.kind() {
-        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => Ok(Go::End),
-        _ => Err(WorkerError::Link(error)),
     }
 }

@@ -162,14 +162,10 @@ impl Met {
         let content_key = ContentKey::from_bytes([9; 32]);
         let held = TokenRange::new(Tokens::ZERO, Tokens::new(N));
         let group = SrcPaged { table: table(src), held, tail: Tail::Exact }.into();
-        let reference = self.owners[0].offer(OfferSpec { groups: vec![group], content_key }).await.unwrap();
-        let spec = PullSpec {
-            tokens: Tokens::new(N),
-            groups: vec![DstPaged { table: table(dst), cached: Tokens::ZERO }.into()],
-            content_key,
-            assurance: Assurance::Full,
-            deadline: SOON,
-        };
+        let reference = self.owners[0].offer(OfferSpec::new(vec![group], content_key)).await.unwrap();
+        let groups = vec![DstPaged { table: table(dst), cached: Tokens::ZERO }.into()];
+        let mut spec = PullSpec::new(Tokens::new(N), groups, content_key);
+        spec.assurance = Assurance::Full;
         self.owners[1].pull(reference, spec).await.unwrap()
     }
 

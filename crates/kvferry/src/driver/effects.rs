@@ -1,0 +1,247 @@
+//! What the session wants done, and how it leaves the driver.
+
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::rank::{FromRank, RankFault, Stage, ToRank};
+use kvferry_proto::wire;
+use kvferry_session::owner::{Effect, LinkId, RankLinkId};
+
+use super::events::OwnerEvent;
+use super::links::{Peer, RankLink};
+use super::{Driver, Progress};
+use crate::connection::{DRAINED, FULL};
+
+impl Driver {
+    /// Does what the session wants done. Failures come back to the session, which may want more.
+    pub(super) fn carry_out(&mut self) {
+        while let Some(effect) = self.session.next_effect() {
+            self.observer.effect(&effect);
+            match effect {
+                Effect::Connect { link, address } => self.connect(link, &address),
+                Effect::SendPeer { link, message } => self.send_peer(link, message),
+                Effect::ClosePeer { link } => self.drop_peer(link),
+                Effect::SendRank { link, message } => self.send_rank(link, message),
+                Effect::CloseRank { link } => drop(self.ranks.remove(&link)),
+                Effect::Ready(manifest) => {
+                    self.events.push(OwnerEvent::Ready { epoch: manifest.epoch() });
+                    self.progress.send_replace(Progress::Ready(manifest));
+                }
+                Effect::JoinRefused(error) => {
+                    self.progress.send_if_modified(|p| {
+                        let joining = matches!(p, Progress::Joining(_));
+                        if joining {
+                            *p = Progress::Refused(error.clone());
+                        }
+                        joining
+                    });
+                    self.events.push(OwnerEvent::JoinRefused(error));
+                }
+                Effect::RankLost { rank, reason } => {
+                    // Whoever waits for the engine waits for its return.
+                    self.progress.send_replace(Progress::Joining(self.session.missing()));
+                    self.events.push(OwnerEvent::RankLost { rank, reason });
+                }
+                Effect::LinkUp { link, peer, version, took } => {
+                    self.strangers.remove(&link);
+                    if let Some(Peer::Socket(connection)) = self.peers.get(&link) {
+                        connection.trust();
+                    }
+                    self.events.push(OwnerEvent::LinkUp { peer, version, took });
+                }
+                Effect::LinkDown { peer, reason, .. } => self.events.push(OwnerEvent::LinkDown { peer, reason }),
+                Effect::LinkFailed { address: Some(address), reasons, refused } => {
+                    self.events.push(OwnerEvent::LinkFailed { address: Some(address), reasons, refused });
+                }
+                Effect::LinkFailed { address: None, reasons, refused } => {
+                    let event = OwnerEvent::LinkFailed { address: None, reasons, refused };
+                    self.events.push_of_stranger(event, self.clock.now());
+                }
+                Effect::LeaseClosed { fence, how, .. } => {
+                    self.events.push(OwnerEvent::Released { lease: fence.lease, how });
+                }
+                Effect::PullEnded { pull, result } => {
+                    if let Some(done) = self.pulls.remove(&pull) {
+                        // Nobody waits for an abandoned pull.
+                        drop(done.send(*result));
+                    }
+                }
+                // The session knows no other effects; a newer one would be for a newer driver.
+                _ => {}
+            }
+        }
+    }
+
+    /// Lets all that was said go out.
+    pub(super) fn flush(&mut self) {
+        // Whoever is gone when it is handed over makes the session say more.
+        while !self.said.0.is_empty() || !self.said.1.is_empty() {
+            for link in std::mem::take(&mut self.said.0) {
+                match self.peers.get_mut(&link) {
+                    Some(Peer::Socket(connection)) => connection.flush(),
+                    Some(Peer::Memory(end)) => {
+                        if !end.flush() {
+                            self.drop_peer(link);
+                            self.session.link_closed(link, "the owner at the other end has ended", self.clock.now());
+                        }
+                    }
+                    None => {}
+                }
+            }
+            for link in std::mem::take(&mut self.said.1) {
+                match self.ranks.get_mut(&link) {
+                    Some(RankLink::Socket(connection)) => connection.flush(),
+                    Some(RankLink::Memory(end)) => {
+                        if !end.flush() {
+                            self.ranks.remove(&link);
+                            self.session.rank_closed(link, "the rank has ended", self.clock.now());
+                        }
+                    }
+                    None => {}
+                }
+            }
+            self.carry_out();
+        }
+        self.events.flush();
+        self.progress.send_if_modified(|p| match p {
+            Progress::Joining(missing) => {
+                let now_missing = self.session.missing();
+                let changed = *missing != now_missing && !now_missing.is_empty();
+                if changed {
+                    *missing = now_missing;
+                }
+                changed
+            }
+            _ => false,
+        });
+    }
+
+    fn send_rank(&mut self, link: RankLinkId, message: ToRank) {
+        let sent = match self.ranks.get_mut(&link) {
+            Some(RankLink::Memory(end)) => {
+                if self.said.1.last() != Some(&link) {
+                    self.said.1.push(link);
+                }
+                end.send(message);
+                return;
+            }
+            Some(RankLink::Socket(connection)) => match wire::encode_to_rank(&message) {
+                Ok(frame) => {
+                    if self.said.1.last() != Some(&link) {
+                        self.said.1.push(link);
+                    }
+                    let sent = connection.send(frame);
+                    self.full |= connection.waiting() > FULL;
+                    sent
+                }
+                // The order fails, not the rank.
+                Err(error) => {
+                    if let Some(answer) = not_ordered(&message, &error.to_string()) {
+                        self.session.rank_message(link, answer, self.clock.now());
+                    }
+                    return;
+                }
+            },
+            None => false,
+        };
+        if !sent {
+            self.ranks.remove(&link);
+            self.session.rank_closed(link, "its connection takes nothing any more", self.clock.now());
+        }
+    }
+
+    fn send_peer(&mut self, link: LinkId, message: PeerMessage) {
+        let most = self.bounds.limits.waiting;
+        let sent = match self.peers.get_mut(&link) {
+            Some(Peer::Memory(end)) => {
+                if self.said.0.last() != Some(&link) {
+                    self.said.0.push(link);
+                }
+                end.send(message);
+                Ok(())
+            }
+            Some(Peer::Socket(connection)) => {
+                wire::encode_peer(&message).map_err(|e| e.to_string()).and_then(|frame| {
+                    if self.said.0.last() != Some(&link) {
+                        self.said.0.push(link);
+                    }
+                    let sent = connection.send(frame) && connection.waiting() <= most;
+                    self.full |= connection.waiting() > FULL;
+                    if sent { Ok(()) } else { Err("its connection takes nothing any more".into()) }
+                })
+            }
+            None => Err("its connection takes nothing any more".into()),
+        };
+        if let Err(reason) = sent {
+            self.drop_peer(link);
+            self.session.link_closed(link, &reason, self.clock.now());
+        }
+    }
+
+    /// Lets the paused links go on once little waits for the ranks.
+    pub(super) fn resume(&mut self) {
+        if self.paused.is_empty() || self.ranks.values().any(|rank| rank.waiting() > DRAINED) {
+            return;
+        }
+        let peers = &self.peers;
+        self.paused.retain(|link| match peers.get(link) {
+            Some(Peer::Socket(connection)) if connection.waiting() > DRAINED => true,
+            Some(Peer::Socket(connection)) => {
+                connection.credit();
+                false
+            }
+            _ => false,
+        });
+    }
+}
+
+/// What a rank would have answered to an order that can't be written.
+fn not_ordered(message: &ToRank, why: &str) -> Option<FromRank> {
+    let fault = || RankFault { stage: Stage::Plan, text: why.to_owned(), in_doubt: false, bad: Vec::new() };
+    match message {
+        ToRank::Pull(order) => Some(FromRank::Pulled { pull: order.pull, result: Err(fault()) }),
+        ToRank::Digest(order) => Some(FromRank::Digested { ticket: order.ticket, pieces: Err(why.to_owned()) }),
+        ToRank::Gather(order) => Some(FromRank::Gathered { ticket: order.ticket, result: Err(why.into()) }),
+        // All others are shorter than what they were made from, which came in a frame.
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_geometry::compat::CompatOptions;
+    use kvferry_geometry::digest::Digest;
+    use kvferry_geometry::peers::PeerOptions;
+    use kvferry_geometry::request::Request;
+    use kvferry_geometry::units::{Bytes, RankId, Tokens};
+    use kvferry_proto::peer::Gathered;
+    use kvferry_proto::rank::{Assurance, DigestOrder, GatherOrder, Pairing, PullId, PullOrder};
+
+    use super::*;
+
+    /// Whoever waits for what an order brings hears that it was not written.
+    #[test]
+    fn every_order_that_cannot_be_written_has_an_answer() {
+        let digest = Digest::from_bytes([0; 32]);
+        let (options, compat) = (PeerOptions::default(), CompatOptions::default());
+        let pairing = Pairing { peer: digest, options, compat, peer_map: digest };
+        let request = Request { tokens: Tokens::ZERO, src: Vec::new(), dst: Vec::new() };
+        let (dst, ticket, why) = (RankId::new(0), 7, "it is too long");
+        let order = PullOrder {
+            pull: PullId(7),
+            pairing,
+            request: request.clone(),
+            assurance: Assurance::Fenced,
+            priority: 100,
+            deadline: None,
+        };
+        let answer = not_ordered(&ToRank::Pull(order), why);
+        assert!(matches!(answer, Some(FromRank::Pulled { pull: PullId(7), result: Err(f) }) if f.text == why));
+        let order = DigestOrder { ticket, pairing, dst, request: request.clone(), windows: Vec::new() };
+        let answer = not_ordered(&ToRank::Digest(order), why);
+        assert!(matches!(answer, Some(FromRank::Digested { ticket: 7, pieces: Err(text) }) if text == why));
+        let gathered = Gathered { bytes: Bytes::ZERO, batch: digest };
+        let order = GatherOrder { ticket, pairing, dst, gathered, request };
+        let answer = not_ordered(&ToRank::Gather(order), why);
+        assert!(matches!(answer, Some(FromRank::Gathered { ticket: 7, result: Err(e) }) if e.to_string() == why));
+        assert_eq!(not_ordered(&ToRank::GatherEnd(7), why), None);
+    }
+}

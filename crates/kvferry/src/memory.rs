@@ -1,0 +1,326 @@
+//! Links within one process: owners meet at a name, ranks join their owner's port. Messages are moved, not encoded.
+//!
+//! What is sent on such a link goes straight into the other end's inbox, all that one round of the driver has for it as one piece
+//! of news. Nothing is bounded here: what waits is of requests of this process, which are bounded themselves.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvferry_proto::peer::PeerMessage;
+use kvferry_proto::rank::{FromRank, ToRank};
+use kvferry_session::owner::{LinkId, RankLinkId};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::address::MemoryName;
+use crate::driver::News;
+use crate::driver::inbox::Sender;
+
+/// The owners of this process that listen at a name.
+static NAMES: Mutex<Option<HashMap<MemoryName, Sender<News>>>> = Mutex::new(None);
+
+fn names() -> MutexGuard<'static, Option<HashMap<MemoryName, Sender<News>>>> {
+    NAMES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A name that an owner listens at, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Listening(MemoryName);
+
+impl Listening {
+    /// Takes a name, if no owner of this process has it.
+    pub(crate) fn start(name: &MemoryName, news: Sender<News>) -> Option<Self> {
+        let mut names = names();
+        let names = names.get_or_insert_default();
+        if names.contains_key(name) {
+            return None;
+        }
+        names.insert(name.clone(), news);
+        Some(Self(name.clone()))
+    }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        if let Some(names) = &mut *names() {
+            names.remove(&self.0);
+        }
+    }
+}
+
+/// Asks the owner that listens at a name for a link. It answers with [`News::MemoryConnected`], or [`News::PeerClosed`].
+pub(crate) fn connect(name: &MemoryName, ours: MemoryEnd) -> Result<(), String> {
+    let listener = names().as_ref().and_then(|names| names.get(name).cloned());
+    let refused = || format!("no owner of this process listens at memory:{name}");
+    let Some(listener) = listener else {
+        ours.forget();
+        return Err(refused());
+    };
+    listener.send(News::MemoryAccepted(ours)).map_err(|news| {
+        if let News::MemoryAccepted(end) = news {
+            end.forget();
+        }
+        refused()
+    })
+}
+
+/// The far end of a link between two owners: what is sent to it arrives there. Dropping it closes the link, after what was sent.
+pub(crate) struct MemoryEnd {
+    /// `None` where the far end is not to be told of the end.
+    owner: Option<Sender<News>>,
+    link: LinkId,
+    /// Sent since the last flush.
+    new: Vec<PeerMessage>,
+}
+
+impl MemoryEnd {
+    /// The end at which `owner` knows the link by this number.
+    pub(crate) fn new(owner: Sender<News>, link: LinkId) -> Self {
+        Self { owner: Some(owner), link, new: Vec::new() }
+    }
+
+    /// Tells the far end where ours is.
+    pub(crate) fn answer(&self, ours: Self) -> bool {
+        match self.owner.as_ref().map(|owner| owner.send(News::MemoryConnected(self.link, ours))) {
+            Some(Ok(())) => true,
+            Some(Err(News::MemoryConnected(_, ours))) => {
+                ours.forget();
+                false
+            }
+            _ => false,
+        }
+    }
+
+    pub(crate) fn send(&mut self, message: PeerMessage) {
+        self.new.push(message);
+    }
+
+    /// Hands over what was sent; false if nobody is there any more.
+    pub(crate) fn flush(&mut self) -> bool {
+        let Some(owner) = &self.owner else { return false };
+        self.new.is_empty() || owner.send(News::PeerSaid(self.link, std::mem::take(&mut self.new))).is_ok()
+    }
+
+    /// Drops it without a word.
+    fn forget(mut self) {
+        self.owner = None;
+    }
+}
+
+impl Drop for MemoryEnd {
+    fn drop(&mut self) {
+        self.flush();
+        if let Some(owner) = self.owner.take() {
+            // Gone already is as good.
+            drop(owner.send(News::PeerClosed(self.link, "the other end closed it".into())));
+        }
+    }
+}
+
+impl fmt::Debug for MemoryEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MemoryEnd({:?})", self.link)
+    }
+}
+
+/// Where ranks of an owner's own process join it, without a socket; see
+/// [`WorkerBuilder::in_process`](crate::WorkerBuilder::in_process).
+#[derive(Clone)]
+pub struct RankPort(Sender<News>);
+
+impl fmt::Debug for RankPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RankPort")
+    }
+}
+
+impl RankPort {
+    pub(crate) fn new(owner: Sender<News>) -> Self {
+        Self(owner)
+    }
+
+    /// Joins the owner, if it is there; gives the rank's end.
+    pub(crate) fn join(&self) -> std::io::Result<RankEnd> {
+        let gone = |_| std::io::Error::new(std::io::ErrorKind::ConnectionRefused, "the owner was shut down");
+        let queue = Arc::new(Queue::new()?);
+        let end = RankEnd { owner: self.0.clone(), link: None, queue: queue.clone() };
+        self.0.send(News::RankJoined(OwnerEnd { queue, new: Vec::new() })).map_err(gone)?;
+        Ok(end)
+    }
+}
+
+/// Orders that wait for a rank, which may sleep in a `poll`.
+#[derive(Debug)]
+struct Queue {
+    state: Mutex<QueueState>,
+    wake: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct QueueState {
+    orders: Vec<ToRank>,
+    /// By which number the owner knows the link, once it does.
+    link: Option<RankLinkId>,
+    /// The rank may be in its `poll`.
+    asleep: bool,
+    closed: bool,
+}
+
+impl Queue {
+    fn new() -> std::io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        Ok(Self { state: Mutex::default(), wake })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state, and wakes the rank if it may sleep.
+    fn change(&self, change: impl FnOnce(&mut QueueState)) {
+        let mut state = self.lock();
+        change(&mut state);
+        let asleep = std::mem::take(&mut state.asleep);
+        drop(state);
+        if asleep {
+            // A full counter wakes as well as one more.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The owner's end of a link to a rank of its process. Dropping it closes the link, after what was sent.
+pub(crate) struct OwnerEnd {
+    queue: Arc<Queue>,
+    /// Sent since the last flush.
+    new: Vec<ToRank>,
+}
+
+impl OwnerEnd {
+    /// Tells the rank by which number the owner knows it; false if the rank is gone.
+    pub(crate) fn accept(&self, link: RankLinkId) -> bool {
+        let mut there = false;
+        self.queue.change(|state| {
+            there = !state.closed;
+            state.link = Some(link);
+        });
+        there
+    }
+
+    pub(crate) fn send(&mut self, order: ToRank) {
+        self.new.push(order);
+    }
+
+    /// Hands over what was sent, all at once; false if the rank is gone.
+    pub(crate) fn flush(&mut self) -> bool {
+        if self.new.is_empty() {
+            return true;
+        }
+        let (mut there, new) = (false, &mut self.new);
+        self.queue.change(|state| {
+            there = !state.closed;
+            if there && state.orders.is_empty() {
+                std::mem::swap(&mut state.orders, new);
+            } else if there {
+                state.orders.append(new);
+            }
+        });
+        self.new.clear();
+        there
+    }
+}
+
+impl Drop for OwnerEnd {
+    fn drop(&mut self) {
+        self.flush();
+        self.queue.change(|state| state.closed = true);
+    }
+}
+
+/// The rank's end. Dropping it closes the link.
+pub(crate) struct RankEnd {
+    owner: Sender<News>,
+    link: Option<RankLinkId>,
+    queue: Arc<Queue>,
+}
+
+/// What a rank finds at its end of a link.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Found {
+    /// Something to do.
+    Orders,
+    /// Nothing; it may sleep now, and will be woken.
+    Nothing,
+    /// The owner has closed the link, and all that it said was taken.
+    End,
+}
+
+impl RankEnd {
+    /// Whether the owner has taken the link, so that [`send`](Self::send) can send.
+    pub(crate) fn is_open(&mut self) -> bool {
+        if self.link.is_none() {
+            self.link = self.queue.lock().link;
+        }
+        self.link.is_some()
+    }
+
+    /// Hands messages over, all at once; false if the owner is gone.
+    pub(crate) fn send(&self, messages: Vec<FromRank>) -> bool {
+        let Some(link) = self.link else { return false };
+        self.owner.send(News::RankSaid(link, messages)).is_ok()
+    }
+
+    /// Takes what the owner has sent. If that is nothing, the rank counts as asleep until the next call.
+    pub(crate) fn take(&self, into: &mut Vec<ToRank>) -> Found {
+        let mut state = self.queue.lock();
+        std::mem::swap(&mut state.orders, into);
+        state.asleep = false;
+        if !into.is_empty() {
+            return Found::Orders;
+        }
+        if state.closed {
+            return Found::End;
+        }
+        state.asleep = true;
+        Found::Nothing
+    }
+
+    /// Readable when a sleeping rank is woken.
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.queue.wake.as_fd()
+    }
+
+    /// Takes notice of having been woken.
+    pub(crate) fn woken(&self) {
+        // Empty is as good.
+        let _ = rustix::io::read(&self.queue.wake, &mut [0u8; 8]);
+    }
+}
+
+impl Drop for RankEnd {
+    fn drop(&mut self) {
+        let mut state = self.queue.lock();
+        state.closed = true;
+        let link = self.link.or(state.link);
+        let orders = std::mem::take(&mut state.orders);
+        drop(state);
+        drop(orders);
+        if let Some(link) = link {
+            // Gone already is as good.
+            drop(self.owner.send(News::RankClosed(link, "the rank has ended".into())));
+        }
+    }
+}
+
+impl fmt::Debug for OwnerEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OwnerEnd")
+    }
+}
+
+impl fmt::Debug for RankEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RankEnd({:?})", self.link)
+    }
+}
