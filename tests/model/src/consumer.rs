@@ -335,6 +335,9 @@ impl At<'_> {
     fn another_attempt(&mut self, id: PullId, ended: &Ended) -> Option<Wanted> {
         let (w, now, number) = (self.w, self.s.now, self.number);
         let (engine, plan) = (w.consumers.get(number)?, w.plan(id)?);
+        let up = |s: &State, link: &LinkId| s.links.get(link).is_some_and(|l| l.at_consumer.is_up());
+        let gone = self.c()?.lost.is_some();
+        let link = self.pull(id)?.link.filter(|link| up(self.s, link));
         let pull = self.pull(id)?;
         let made = pull.attempt.get() - pull.fence.attempt.get() + 1;
         let of_source = |fault: &RankFault| {
@@ -342,7 +345,7 @@ impl At<'_> {
             stage && !fault.in_doubt && fault.bad.is_empty()
         };
         let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
-        if made >= plan.attempts || pull.deadline <= now || !sources {
+        if made >= plan.attempts || pull.deadline <= now || !sources || link.is_none() || gone {
             return None;
         }
         let wanted = ended.again(content_key(plan.lease))?;

@@ -30,6 +30,8 @@ pub enum Fault {
     RetryBeforeStopped,
     /// Consumer: a request that is given up ends at once, while ranks read.
     EndBeforeStopped,
+    /// Consumer: a request that is given up while its ranks stop anyway makes another attempt.
+    AbortForgotten,
     /// Consumer: blocks of a request in doubt are free at once.
     NoQuarantine,
     /// Consumer: a rank that joins anew proves nothing for requests that have not ended yet.

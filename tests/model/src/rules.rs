@@ -26,6 +26,8 @@ pub enum Rule {
     DeliveredIsRight,
     /// A request ends once.
     OneOutcome,
+    /// A request that was given up is not delivered, and begins no further reads.
+    GivenUpIsOver,
     /// A block that a read under way writes is lent to its request, or in quarantine for it.
     WrittenIsLent,
     /// An attempt's reads begin when those of the one before have all ended.
@@ -41,7 +43,7 @@ pub enum Rule {
 
 impl Rule {
     /// All.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::HeldIsHeld,
         Self::HeldOnce,
         Self::LeaseEndsOnce,
@@ -50,6 +52,7 @@ impl Rule {
         Self::DeliveredIsHeld,
         Self::DeliveredIsRight,
         Self::OneOutcome,
+        Self::GivenUpIsOver,
         Self::WrittenIsLent,
         Self::StoppedBeforeRetry,
         Self::EndIsNotLater,

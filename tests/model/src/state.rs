@@ -30,6 +30,8 @@ pub struct State {
     pub(crate) leases: Vec<Told>,
     pub(crate) pulls: Vec<Fate>,
     pub(crate) late: Vec<Late>,
+    /// Requests that their caller has given up.
+    pub(crate) given_up: BTreeSet<PullId>,
     pub(crate) broken: BTreeSet<Rule>,
 }
 
@@ -147,6 +149,7 @@ impl World {
             leases: vec![Told::default(); self.leases.len()],
             pulls: vec![Fate::Planned; self.pulls.len()],
             late: Vec::new(),
+            given_up: BTreeSet::new(),
             broken: BTreeSet::new(),
         };
         for lease in (0..self.leases.len()).filter(|l| self.leases.get(*l).is_some_and(|plan| plan.after.is_none())) {
@@ -205,6 +208,7 @@ impl State {
             self.broken.insert(Rule::OneOutcome);
         }
         *of = fate;
+        self.given_up.remove(&id);
     }
 
     pub(crate) fn send(&mut self, w: &World, link: LinkId, to: End, message: Message) {
@@ -460,7 +464,7 @@ impl State {
             Action::Abort(id) => {
                 self.chances.aborts -= 1;
                 if let Some(plan) = w.plan(id) {
-                    self.at(w, plan.consumer).stop(id);
+                    self.at(w, plan.consumer).cancel(id);
                 }
             }
             Action::Restart(Owner::Producer(n)) => {

@@ -28,6 +28,18 @@ impl At<'_> {
         }
     }
 
+    /// The caller gives it up: also what stops because of its ranks makes no further attempt then.
+    pub(crate) fn cancel(&mut self, id: PullId) {
+        let noted = !self.w.is(Fault::AbortForgotten);
+        if let Some(pull) = self.pull(id).filter(|_| noted)
+            && let Phase::Stopping { why, .. } = &mut pull.state
+        {
+            *why = Why::Told;
+        }
+        self.s.given_up.insert(id);
+        self.stop(id);
+    }
+
     /// Ends a request as failed: at once if no rank reads, else when all have stopped.
     pub(crate) fn stop(&mut self, id: PullId) {
         match self.state(id) {
@@ -143,6 +155,9 @@ impl At<'_> {
         let all_right = ended.sources().into_iter().all(right);
         if !all_right {
             self.s.broken.insert(Rule::DeliveredIsRight);
+        }
+        if self.s.given_up.contains(&id) {
+            self.s.broken.insert(Rule::GivenUpIsOver);
         }
         if self.s.leases.get(plan.lease).is_some_and(|told| told.held == 0) {
             self.s.broken.insert(Rule::DeliveredIsHeld);

@@ -82,6 +82,9 @@ impl At<'_> {
         let reading = granted.read(map);
         let named: Vec<RankId> = reading.pending().collect();
         self.put(id, Phase::Reading(reading));
+        if self.s.given_up.contains(&id) {
+            self.s.broken.insert(Rule::GivenUpIsOver);
+        }
         let mut absent = Vec::new();
         for rank in named {
             let Some(c) = self.c() else { return };

@@ -21,7 +21,7 @@ macro_rules! rules {
 
 rules! {
     HeldIsHeld HeldOnce LeaseEndsOnce ReleasedByItsReader FreeIsClosed DeliveredIsHeld DeliveredIsRight OneOutcome
-    WrittenIsLent StoppedBeforeRetry EndIsNotLater InTime AllEnds
+    GivenUpIsOver WrittenIsLent StoppedBeforeRetry EndIsNotLater InTime AllEnds
 }
 
 impl Model for Checked {

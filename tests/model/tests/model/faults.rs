@@ -106,6 +106,12 @@ fn an_aborted_request_does_not_wait() {
 }
 
 #[test]
+fn an_aborted_request_tries_again() {
+    let chances = Chances { aborts: 1, fails: 1, ..NONE };
+    breaks(two_attempts(chances).with(Fault::AbortForgotten), Rule::GivenUpIsOver);
+}
+
+#[test]
 fn blocks_in_doubt_are_free() {
     breaks(one(Chances { hangs: 1, ..NONE }).with(Fault::NoQuarantine), Rule::WrittenIsLent);
 }
