@@ -22,9 +22,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_geometry::digest::Digest;
+use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{GroupId, Name, RankId};
 use kvferry_proto::handshake::{Allowed, LocalSide};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
@@ -208,6 +209,10 @@ impl OwnerSession {
             return Err(OfferError::TooManyLeases { limit });
         }
         let places = loans::shown(&manifest, &offer.groups);
+        // No consumer could read it; and what names no block at all can't even be told to one.
+        if let Some(error) = beyond(&manifest, &offer.groups, &places) {
+            return Err(error);
+        }
         self.loans.read(&manifest, &places)?;
         let ttl = match ttl {
             Ttl::Usual => self.config.lease.ttl,
@@ -379,6 +384,18 @@ impl OwnerSession {
             self.effects.push_back(Effect::SendRank { link, message: ToRank::Forget(digest) });
         }
     }
+}
+
+/// A block or slot that is offered, and that not every rank has.
+fn beyond(m: &Manifest, groups: &[SrcGroup], places: &[loans::Place]) -> Option<OfferError> {
+    let no_block = |(id, g): (GroupId, &SrcGroup)| match g {
+        SrcGroup::Paged(g) => g.table.iter().find(|b| b.get() == u32::MAX).map(|b| (id, b)),
+        SrcGroup::State(_) => None,
+    };
+    let beyond = places.iter().copied().find(|(group, block)| *block >= m.blocks(*group));
+    let (group, block) = beyond.or_else(|| (0..).map(GroupId::new).zip(groups).find_map(no_block))?;
+    let name = m.groups().get(group.index()).map_or_else(|| Name::new("?"), |g| g.name.clone());
+    Some(OfferError::BlockOutOfRange { group: name, block, blocks: m.blocks(group) })
 }
 
 /// Blocks and states that one side lists.

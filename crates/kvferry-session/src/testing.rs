@@ -26,6 +26,11 @@ pub(crate) const TOKEN_BYTES: u64 = 2 * 4 * 2 * 32;
 
 /// A description of an engine of `tp` ranks.
 pub(crate) fn shape(tp: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
+    shape_by(tp, HeadRule::Split)
+}
+
+/// As [`shape`], by this rule.
+pub(crate) fn shape_by(tp: u32, rule: HeadRule) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
     let item = |name: &str| {
         let components = vec![Component::new("k", 32, "bf16"), Component::new("v", 32, "bf16")];
         Item::paged(name, PagedItem::new(4, components))
@@ -33,7 +38,7 @@ pub(crate) fn shape(tp: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) 
     let spec = ModelSpec::new(vec![item("layer.0"), item("layer.1")]).unwrap();
     let ids = [ItemId::new(0), ItemId::new(1)];
     let group = CacheGroup { name: Name::new("all"), items: ids.to_vec(), block_tokens: Tokens::new(16) };
-    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).unwrap();
+    let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| rule).unwrap();
     let rank = |placement| {
         let layout = LayoutStyle::NHD.build(&spec, &placement, &[(&ids[..], 16, BLOCKS)]).unwrap();
         RankManifest { placement, layout }

@@ -1,6 +1,8 @@
 //! Two whole engines on the in-memory transport, stepped by hand: real owners, real ranks, every message through its bytes.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use kvferry_geometry::compat::CompatOptions;
@@ -21,8 +23,10 @@ use kvferry_transport::{Region, Transport};
 
 use crate::owner::{Effect, LeaseTerms, LinkId, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl, USUAL_PRIORITY};
 use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
+use crate::testing::Late;
 use crate::{Delivered, Failed, LocalCache};
 
+mod fences;
 mod gather;
 mod slices;
 mod tests;
@@ -58,6 +62,8 @@ pub(crate) struct Engine {
     pub(crate) work: Vec<(usize, LocalWork)>,
     /// Whether permutations are done at once.
     pub(crate) permutes: bool,
+    /// By rank: whether its transport takes no note of cancels.
+    pub(crate) deaf: Vec<Arc<AtomicBool>>,
 }
 
 /// How a message is changed on its way.
@@ -98,11 +104,13 @@ impl Engine {
             ..OwnerConfig::new(engine(), Epoch::new(1), spec, groups, ranks)
         })
         .unwrap();
-        let (mut sessions, mut memory, mut links) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sessions, mut memory, mut links, mut deaf) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut script = Some(shape.script);
         for (rank, manifest) in (0u32..).map(RankId::new).zip(&shape.ranks) {
-            let mut transport: Box<dyn Transport> =
-                Box::new(Faulty::new(network.endpoint().unwrap(), script.take().unwrap_or_default()));
+            let faulty = Faulty::new(network.endpoint().unwrap(), script.take().unwrap_or_default());
+            let late = Late::new(faulty, Arc::default());
+            deaf.push(late.deaf.clone());
+            let mut transport: Box<dyn Transport> = Box::new(late);
             let len = |r: &kvferry_geometry::layout::Region| usize::try_from(r.len.get()).unwrap();
             let regions: Vec<Region> =
                 manifest.layout.regions.iter().map(|r| Region::zeroed(len(r)).unwrap()).collect();
@@ -131,6 +139,7 @@ impl Engine {
             closed: Vec::new(),
             work: Vec::new(),
             permutes: true,
+            deaf,
         }
     }
 

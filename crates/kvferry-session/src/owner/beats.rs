@@ -19,15 +19,12 @@ const SHORTEST: Duration = Duration::from_millis(30);
 type Sent = (Duration, Vec<PullId>);
 
 #[derive(Debug, Default)]
-struct Pulse {
-    last: u64,
-    awaited: BTreeMap<u64, Sent>,
-}
-
-#[derive(Debug, Default)]
 pub(super) struct Beats {
+    /// Counted over all links, so that no late answer is taken for another's.
+    last: u64,
     due: Timers<LinkId>,
-    of_link: BTreeMap<LinkId, Pulse>,
+    /// The heartbeats whose answers are awaited.
+    of_link: BTreeMap<LinkId, BTreeMap<u64, Sent>>,
 }
 
 impl Beats {
@@ -51,7 +48,7 @@ impl OwnerSession {
 
     /// Often enough for a lease that is shorter than usual, too.
     fn next_beat(&self, left: Duration) -> Duration {
-        self.now.saturating_add(self.config.lease.beat.min(left / 3))
+        self.now.saturating_add(self.config.lease.beat.min(left / 3).max(SHORTEST / 3))
     }
 
     pub(super) fn beats_end(&mut self, link: LinkId) {
@@ -62,29 +59,29 @@ impl OwnerSession {
     /// Sends what is due.
     pub(super) fn send_beats(&mut self) {
         while let Some(link) = self.beats.due.take_due(self.now) {
-            let leases = self.pulls.ending_leases(link);
+            let leases = self.pulls.ending_leases(link, self.now);
             if leases.is_empty() {
                 self.beats.of_link.remove(&link);
                 continue;
             }
             for chunk in leases.chunks(MAX_BEATS) {
-                let pulse = self.beats.of_link.entry(link).or_default();
-                pulse.last += 1;
-                let beat = pulse.last;
-                pulse.awaited.insert(beat, (self.now, chunk.iter().map(|(pull, ..)| *pull).collect()));
-                while pulse.awaited.len() > MAX_AWAITED.max(leases.len().div_ceil(MAX_BEATS) * 2) {
-                    pulse.awaited.pop_first();
+                self.beats.last += 1;
+                let beat = self.beats.last;
+                let awaited = self.beats.of_link.entry(link).or_default();
+                awaited.insert(beat, (self.now, chunk.iter().map(|(pull, ..)| *pull).collect()));
+                while awaited.len() > MAX_AWAITED.max(leases.len().div_ceil(MAX_BEATS) * 2) {
+                    awaited.pop_first();
                 }
                 let leases = chunk.iter().map(|(_, lease, _)| *lease).collect();
                 self.send_peer(link, PeerMessage::Heartbeat(Heartbeat { beat, leases }));
             }
             let shortest = leases.iter().map(|(.., end)| end.saturating_sub(self.now)).min();
-            self.beats.due.set(link, self.next_beat(shortest.unwrap_or(self.config.lease.beat).max(SHORTEST)));
+            self.beats.due.set(link, self.next_beat(shortest.unwrap_or(self.config.lease.beat)));
         }
     }
 
     pub(super) fn on_heartbeat_answer(&mut self, link: LinkId, answer: HeartbeatAnswer) {
-        let awaited = self.beats.of_link.get_mut(&link).and_then(|pulse| pulse.awaited.remove(&answer.beat));
+        let awaited = self.beats.of_link.get_mut(&link).and_then(|awaited| awaited.remove(&answer.beat));
         let Some((sent, pulls)) = awaited else { return };
         for (pull, left) in pulls.into_iter().zip(answer.left) {
             match left {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{BlockId, Name, RankId};
 use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{EngineId, Fence, LeaseId};
@@ -164,6 +164,16 @@ pub enum OfferError {
         got: usize,
         /// The limit.
         limit: usize,
+    },
+    /// It lists a block or slot that not every rank has.
+    #[error("block {block} of group {group} is offered, but the group has {blocks} on every rank; ids count from 0")]
+    BlockOutOfRange {
+        /// The group.
+        group: Name,
+        /// The block or slot.
+        block: BlockId,
+        /// How many there are.
+        blocks: BlockId,
     },
     /// Too many leases are open.
     #[error("{limit} leases are open, which is the limit; give leases an end, or raise the limit")]

@@ -12,6 +12,12 @@ use crate::outcome::{Delivered, Failed, FailureCause, Report};
 
 impl OwnerSession {
     pub(super) fn cancel_pull(&mut self, id: PullId) {
+        // Ranks that stop because one of them has failed: then that is the end of it, without another attempt.
+        if let Some(pull) = self.pulls.open.get_mut(&id)
+            && let State::Stopping { cause: cause @ None, .. } = &mut pull.state
+        {
+            *cause = Some(FailureCause::Cancelled);
+        }
         self.stop(id, FailureCause::Cancelled);
     }
 
@@ -89,6 +95,18 @@ impl OwnerSession {
         }
     }
 
+    /// A rank has joined anew: whatever its former life was ordered to do, it does no more.
+    pub(super) fn rank_is_new_in_pulls(&mut self, rank: RankId) {
+        for pull in self.pulls.open.values_mut() {
+            if let State::Reading(reading) | State::Stopping { reading, .. } = &pull.state
+                && reading.names(rank)
+            {
+                pull.stopped.insert(rank);
+            }
+        }
+        self.loans.rank_is_new(rank);
+    }
+
     /// Ends what is overdue.
     pub(super) fn expire_pulls(&mut self) {
         while let Some(id) = self.pulls.due.take_due(self.now) {
@@ -160,18 +178,18 @@ impl OwnerSession {
         self.end(id, Err(Failed { cause, report }));
     }
 
-    pub(super) fn end(&mut self, id: PullId, result: Result<Delivered, Failed>) {
+    pub(super) fn end(&mut self, id: PullId, mut result: Result<Delivered, Failed>) {
         let Some(pull) = self.pulls.remove(id) else { return };
+        if let Err(failed) = &mut result {
+            failed.report.in_doubt.retain(|rank| !pull.stopped.contains(rank));
+        }
         let in_doubt = result.as_ref().err().map_or(&[][..], |failed| &failed.report.in_doubt);
         self.loans.write_ended(id, pull.places, in_doubt);
         self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
         self.roads.stop_waiting(pull.road, id);
         if let Some(link) = pull.link {
             self.links.used(link, self.now);
-            // One that was made anew meanwhile has no other use.
-            if self.roads.link(pull.road) != Some(link) && self.links.is_made(link) && !self.is_in_use(link) {
-                self.close_link(link, "it was made anew");
-            }
+            self.retire_link(link);
         }
     }
 }

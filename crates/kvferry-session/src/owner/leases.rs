@@ -125,8 +125,15 @@ impl Leases {
         self.of_link.is_empty() && self.open.values().all(|o| matches!(o.state, State::Offered(_)))
     }
 
+    /// How many blocks and slots all leases show.
     #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
+    pub(super) fn shown(&self) -> usize {
+        self.open.values().map(|open| open.places.len()).sum()
+    }
+
+    /// Whether nothing at all is left over.
+    #[cfg(test)]
+    pub(super) fn is_clean(&self) -> bool {
         self.open.is_empty() && self.ends.is_empty() && self.of_link.is_empty()
     }
 }
@@ -245,6 +252,7 @@ impl OwnerSession {
             self.effects.push_back(Effect::FenceRejected { fence: release.fence.clone(), peer: peer.engine });
         }
         self.send_peer(link, PeerMessage::ReleaseAnswer(answer));
+        self.retire_link(link);
     }
 
     pub(super) fn on_heartbeat(&mut self, link: LinkId, heartbeat: Heartbeat) {
@@ -295,6 +303,7 @@ impl OwnerSession {
                     self.send_peer(link, PeerMessage::Closed(LeaseClosed { fence, how }));
                 }
                 self.close_lease(&closed, Some((consumer, link)));
+                self.retire_link(link);
             }
             Some(State::Moving) | None => return false,
         }

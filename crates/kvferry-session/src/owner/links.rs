@@ -150,9 +150,9 @@ impl Links {
         self.links.contains_key(&link)
     }
 
-    /// Whether it was us who made it.
-    pub(super) fn is_made(&self, link: LinkId) -> bool {
-        self.links.get(&link).is_some_and(|l| l.road.is_some())
+    /// Whether we have greeted by digests.
+    fn is_brief(&self, link: LinkId) -> bool {
+        self.links.get(&link).is_some_and(|l| l.briefly)
     }
 
     /// When it came up, and which manifest of ours its peer knows.
@@ -188,6 +188,24 @@ impl Links {
             let (peer, version) = (established.map(|e| &e.peer), established.map(|e| e.version));
             LinkView { link: *id, stage, peer, version, road: l.road, since: l.up }
         })
+    }
+
+    /// Whether there is no link, and nothing is kept of any but manifests.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.links.is_empty() && self.due.is_empty() && self.known.is_empty()
+    }
+
+    /// Whether a manifest is remembered, with or without a link.
+    #[cfg(test)]
+    pub(super) fn remembers(&self, digest: Digest) -> bool {
+        self.manifests.get(digest).is_some()
+    }
+
+    /// As if the engines met since had been too many.
+    #[cfg(test)]
+    pub(super) fn forget_manifests(&mut self) {
+        self.manifests = Remembered::default();
     }
 
     fn is_known_elsewhere(&self, digest: Digest) -> bool {
@@ -386,6 +404,10 @@ impl OwnerSession {
 
     fn on_met(&mut self, link: LinkId, met: Met) {
         match met {
+            // It is older than when it was met, and will not understand how it was greeted: tried anew, by a whole hello.
+            Met::Established(e) if e.version < Versions::LEASES && self.links.is_brief(link) => {
+                self.close_link(link, &format!("the peer speaks version {} by now", e.version));
+            }
             Met::Established(established) => self.is_up(link, established),
             Met::Lacking(lacking) => {
                 if let Some(l) = self.links.links.get_mut(&link) {
@@ -426,6 +448,14 @@ impl OwnerSession {
         self.send_peer(link, PeerMessage::Refused(reasons.clone()));
         self.effects.push_back(Effect::ClosePeer { link });
         self.drop_link(link, reasons);
+    }
+
+    /// Closes a link that was made anew meanwhile, once nothing goes over it: it has no other use.
+    pub(super) fn retire_link(&mut self, link: LinkId) {
+        let road = self.links.links.get(&link).and_then(|l| l.road);
+        if road.is_some_and(|road| self.roads.link(road) != Some(link)) && !self.is_in_use(link) {
+            self.close_link(link, "it was made anew");
+        }
     }
 
     /// Closes a link that nobody uses.
@@ -489,7 +519,7 @@ impl OwnerSession {
                 self.close_link(link, &reason);
                 continue;
             }
-            let Some(idle) = self.config.idle else { continue };
+            let Some(idle) = self.config.idle.map(|idle| idle.max(SHORTEST_IDLE)) else { continue };
             let until = l.used.saturating_add(idle);
             if self.is_in_use(link) {
                 self.links.due.set(link, self.now.saturating_add(idle));
@@ -524,6 +554,9 @@ impl OwnerSession {
         Some((peer, direction))
     }
 }
+
+/// Whether a link is of use is not looked at more often.
+const SHORTEST_IDLE: Duration = Duration::from_millis(1);
 
 const MISPLACED: &str = "a message came that does not belong here in the conversation";
 

@@ -156,6 +156,13 @@ impl Loans {
         self.used.is_empty() && self.quarantine.is_empty()
     }
 
+    /// How many blocks and slots are lent to writers, and how often to readers.
+    #[cfg(test)]
+    pub(super) fn lent(&self) -> (usize, usize) {
+        let writers = self.used.values().filter(|used| used.writer.is_some()).count();
+        (writers, self.used.values().map(|used| used.readers as usize).sum())
+    }
+
     fn update(&mut self, place: &Place, change: impl FnOnce(&mut Use)) {
         let Some(used) = self.used.get_mut(place) else { return };
         change(used);

@@ -83,6 +83,8 @@ pub(super) struct Pull {
     pub(super) pairing: Option<Pairing>,
     pub(super) asked: Asked,
     pub(super) groups: Outcomes,
+    /// Ranks that were in doubt, and are known to have stopped before it has ended.
+    pub(super) stopped: BTreeSet<RankId>,
     /// The blocks and slots that it writes.
     pub(super) places: Vec<Place>,
     pub(super) started: Duration,
@@ -205,12 +207,13 @@ impl Pulls {
         Some(std::mem::replace(&mut self.open.get_mut(&id)?.state, State::Moving))
     }
 
-    /// The leases with an end that are read over a link, and when they end.
-    pub(super) fn ending_leases(&self, link: LinkId) -> Vec<(PullId, (LeaseId, Attempt), Duration)> {
+    /// The leases with an end that are read over a link, and when they end; not those that have ended.
+    pub(super) fn ending_leases(&self, link: LinkId, now: Duration) -> Vec<(PullId, (LeaseId, Attempt), Duration)> {
         let of_link = self.on_link.get(&link).into_iter().flatten();
         let ending = of_link.filter_map(|id| {
             let pull = self.open.get(id).filter(|p| !matches!(p.state, State::Asking(..)))?;
-            Some((*id, (pull.wish.fence.lease, pull.attempt), pull.lease_end?))
+            let end = pull.lease_end.filter(|end| *end > now)?;
+            Some((*id, (pull.wish.fence.lease, pull.attempt), end))
         });
         ending.collect()
     }
@@ -305,6 +308,7 @@ impl OwnerSession {
             pairing: None,
             asked: Asked::default(),
             groups: Outcomes { kept, delivered: Vec::new() },
+            stopped: BTreeSet::new(),
             places,
             started,
             deadline,
@@ -560,7 +564,9 @@ impl OwnerSession {
             stage && !fault.in_doubt && fault.bad.is_empty()
         };
         let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
-        if made >= pull.wish.attempts || pull.is_late(self.now) || !sources || !self.links.knows_leases(link) {
+        let worth = made < pull.wish.attempts && !pull.is_late(self.now) && sources;
+        // A rank of ours that is gone reads nothing by another map either.
+        if !worth || !self.links.knows_leases(link) || !matches!(self.life, Life::Ready(_)) {
             return None;
         }
         let wanted = ended.again(pull.wish.content_key)?;

@@ -117,7 +117,7 @@ impl OwnerSession {
                     l.rank = Some(rank);
                 }
                 self.ranks.by_rank.insert(rank, link);
-                self.loans.rank_is_new(rank);
+                self.rank_is_new_in_pulls(rank);
                 if let Some(local) = complete {
                     self.complete(local);
                 }

@@ -97,6 +97,12 @@ impl Roads {
         }
     }
 
+    /// Whether there is no road, and nothing is kept of any but whom it led to.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.roads.is_empty() && self.by_target.is_empty() && self.retries.is_empty()
+    }
+
     #[cfg(test)]
     pub(super) fn waiting(&self) -> usize {
         self.roads.values().map(|r| r.waiting.len() + r.declines.len()).sum()

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvferry_geometry::manifest::RankManifest;
+use kvferry_geometry::placement::HeadRule;
 use kvferry_geometry::request::DstPaged;
 use kvferry_geometry::units::{Bytes, Tokens};
+use kvferry_proto::handshake::Versions;
 use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::RankJoin;
 use kvferry_proto::peer::{BindAnswer, BindRefusal, ReleaseAnswer, Verdict};
@@ -15,12 +18,18 @@ use kvferry_proto::rank::Assurance;
 
 use super::*;
 use crate::outcome::{Delivered, Failed, FailureCause, Phase};
-use crate::testing::{TOKENS, dst_groups, other_dst_groups, shape, src_groups};
+use crate::testing::{TOKENS, dst_groups, other_dst_groups, shape, shape_by, src_groups};
 
+mod greetings;
 mod leases;
 mod links;
+mod pair;
 mod pulls;
 mod random;
+mod renewal;
+mod retry;
+mod service;
+mod terms;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -49,6 +58,7 @@ struct Side {
     orders: Vec<(RankLinkId, ToRank)>,
     to_peer: VecDeque<(LinkId, PeerMessage)>,
     connects: Vec<LinkId>,
+    leads_to: BTreeMap<LinkId, String>,
     ended: Vec<(PullId, Result<Delivered, Failed>)>,
     closed: Vec<(Fence, Closing)>,
     lost: Vec<RankId>,
@@ -58,6 +68,26 @@ struct Side {
     closes: Vec<LinkId>,
     rejected: usize,
     phases: Vec<(PullId, Phase)>,
+    down: Vec<LinkId>,
+    reasons: Vec<String>,
+    /// The epochs in which it was complete.
+    ready: Vec<Epoch>,
+    versions: Vec<u16>,
+    /// Links that it has closed, once the other end was told.
+    closed_links: Vec<LinkId>,
+    consumers: Vec<Option<EngineId>>,
+    manifests: Arc<Vec<RankManifest>>,
+}
+
+/// By how many ranks there are, and whether each holds all heads.
+type Shapes = BTreeMap<(u32, bool), Arc<Vec<RankManifest>>>;
+
+/// What shapes of engines look like, made once.
+fn shared(ranks: u32, rule: HeadRule) -> Arc<Vec<RankManifest>> {
+    static MADE: std::sync::Mutex<Shapes> = std::sync::Mutex::new(BTreeMap::new());
+    let whole = matches!(rule, HeadRule::Whole);
+    let mut made = MADE.lock().unwrap();
+    made.entry((ranks, whole)).or_insert_with(|| Arc::new(shape_by(ranks, rule).2)).clone()
 }
 
 impl Side {
@@ -66,6 +96,17 @@ impl Side {
     }
 
     fn with(config: OwnerConfig) -> Self {
+        let manifests = shared(config.ranks, HeadRule::Split);
+        Self::made_of(config, manifests)
+    }
+
+    /// Every rank holds all heads.
+    fn replicas(id: &str, epoch: u128, ranks: u32) -> Self {
+        let lease = LeaseTerms::default();
+        Self::made_of(OwnerConfig { lease, ..config(id, epoch, ranks) }, shared(ranks, HeadRule::Whole))
+    }
+
+    fn made_of(config: OwnerConfig, manifests: Arc<Vec<RankManifest>>) -> Self {
         let (id, ranks) = (config.engine.clone(), config.ranks);
         let session = OwnerSession::new(config).unwrap();
         let mut side = Self {
@@ -74,6 +115,7 @@ impl Side {
             orders: Vec::new(),
             to_peer: VecDeque::new(),
             connects: Vec::new(),
+            leads_to: BTreeMap::new(),
             ended: Vec::new(),
             closed: Vec::new(),
             lost: Vec::new(),
@@ -82,9 +124,16 @@ impl Side {
             closes: Vec::new(),
             rejected: 0,
             phases: Vec::new(),
+            down: Vec::new(),
+            reasons: Vec::new(),
+            ready: Vec::new(),
+            versions: Vec::new(),
+            closed_links: Vec::new(),
+            consumers: Vec::new(),
+            manifests,
         };
         for rank in 0..ranks {
-            let link = side.join(&id, ranks, rank, 0);
+            let link = side.join(&id, rank, 0, Duration::ZERO);
             side.rank_links.push(link);
         }
         side.take();
@@ -98,13 +147,24 @@ impl Side {
     }
 
     /// A rank joins, in this life of it.
-    fn join(&mut self, engine: &EngineId, ranks: u32, rank: u32, life: u128) -> RankLinkId {
-        let link = self.session.accept_rank(Duration::ZERO);
-        let manifest = shape(ranks).2.swap_remove(usize::try_from(rank).unwrap());
+    fn join(&mut self, engine: &EngineId, rank: u32, life: u128, now: Duration) -> RankLinkId {
+        let link = self.session.accept_rank(now);
+        let manifest = self.manifests[usize::try_from(rank).unwrap()].clone();
         let epoch = Epoch::new(u128::from(rank) + 1000 * life);
         let join = RankJoin { engine: engine.clone(), rank: RankId::new(rank), epoch, manifest, blob: Arc::from([1]) };
-        self.session.rank_message(link, FromRank::Join(join), Duration::ZERO);
+        self.session.rank_message(link, FromRank::Join(join), now);
         link
+    }
+
+    fn lose(&mut self, rank: u32, now: Duration) {
+        self.session.rank_closed(self.rank_links[usize::try_from(rank).unwrap()], "killed", now);
+    }
+
+    /// A rank that was lost joins again, in another life.
+    fn rejoin(&mut self, rank: u32, now: Duration) {
+        let engine = self.session.config.engine.clone();
+        let life = 1 + u128::try_from(self.lost.len() + self.ready.len()).unwrap();
+        self.rank_links[usize::try_from(rank).unwrap()] = self.join(&engine, rank, life, now);
     }
 
     fn take(&mut self) -> bool {
@@ -112,18 +172,32 @@ impl Side {
         while let Some(effect) = self.session.next_effect() {
             any = true;
             match effect {
-                Effect::Connect { link, .. } => self.connects.push(link),
+                Effect::Connect { link, address } => {
+                    self.connects.push(link);
+                    self.leads_to.insert(link, address);
+                }
                 Effect::SendPeer { link, message } => self.to_peer.push_back((link, message)),
                 Effect::SendRank { link, message } => self.orders.push((link, message)),
                 Effect::PullEnded { pull, result } => self.ended.push((pull, *result)),
-                Effect::LeaseClosed { fence, how, .. } => self.closed.push((fence, how)),
-                Effect::LinkUp { link, .. } => self.up.push(link),
-                Effect::LinkFailed { refused, .. } => self.failed.push(refused),
+                Effect::LeaseClosed { fence, how, consumer, .. } => {
+                    self.closed.push((fence, how));
+                    self.consumers.push(consumer);
+                }
+                Effect::LinkUp { link, version, .. } => {
+                    self.up.push(link);
+                    self.versions.push(version);
+                }
+                Effect::LinkFailed { refused, reasons, .. } => {
+                    self.failed.push(refused);
+                    self.reasons.extend(reasons);
+                }
                 Effect::FenceRejected { .. } => self.rejected += 1,
                 Effect::Phase { pull, phase } => self.phases.push((pull, phase)),
                 Effect::ClosePeer { link } => self.closes.push(link),
                 Effect::RankLost { rank, .. } => self.lost.push(rank),
-                Effect::LinkDown { .. } | Effect::CloseRank { .. } | Effect::Ready(_) => {}
+                Effect::LinkDown { link, .. } => self.down.push(link),
+                Effect::Ready(manifest) => self.ready.push(manifest.epoch()),
+                Effect::CloseRank { .. } => {}
                 Effect::JoinRefused(error) => panic!("{error}"),
             }
         }

@@ -103,7 +103,7 @@ pub(super) fn prefill() -> Shape {
 }
 
 /// TP 2, PP 1, groups that share memory, states the other way round, with scratch rows.
-fn decode() -> Shape {
+pub(super) fn decode() -> Shape {
     let style = LayoutStyle { share: true, state_order: StateOrder::RowsOuter, scratch_rows: 2, ..LayoutStyle::NHD };
     hybrid(2, 1, style)
 }
