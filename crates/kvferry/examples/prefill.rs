@@ -1,0 +1,95 @@
+//! A prefill engine on kvferry, with a fake model: four ranks, each with one head, blocks of 16 tokens, heads outside tokens.
+//!
+//! ```text
+//! cargo run -p kvferry --example prefill -- 127.0.0.1:8101
+//! {"prompt": [1, 2, 3], "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false}}
+//! {"kv_transfer_params": {"do_remote_decode": false, "do_remote_prefill": true, "kvferry_reference": "kvferry1...."}}
+//! ```
+#![allow(clippy::print_stdout, reason = "a program that prints")]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvferry::{
+    Address, BlockId, BlockTable, ContentKey, Engine, EngineId, LeaseId, OfferSpec, OwnerEvent, OwnerEvents, SrcPaged,
+    Tail, TokenRange, Tokens, TransferParams,
+};
+use kvferry_geometry::layout::LayoutStyle;
+use kvferry_shm::{Config, ShmTransport};
+use serde_json::{Value, json};
+
+mod fake;
+
+#[derive(serde::Deserialize)]
+struct Request {
+    prompt: Vec<u32>,
+    #[serde(default)]
+    kv_transfer_params: TransferParams,
+}
+
+struct Prefill {
+    engine: Engine,
+    cache: fake::Cache,
+    /// Blocks that a decode engine may read.
+    lent: Mutex<HashMap<LeaseId, Vec<BlockId>>>,
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> fake::Result<()> {
+    // The engine: its cache, described; its ranks, each with memory and a transport; an address for other engines' owners.
+    let cache = fake::Cache::new(4, 16, 256, LayoutStyle::HND)?;
+    let mut builder = Engine::builder(EngineId::new("prefill-0")?, cache.spec.clone(), vec![cache.group.clone()])
+        .model_identity("fake@1")
+        .listen(Address::loopback(0));
+    for (manifest, memory) in &cache.ranks {
+        let transport = ShmTransport::new(Config::default())?;
+        builder = builder.rank(manifest.clone(), memory.clone(), Box::new(transport));
+    }
+    let mut engine = builder.start().await?;
+    let events = engine.take_events().ok_or("the events were taken")?;
+    let prefill = Arc::new(Prefill { engine, cache, lent: Mutex::default() });
+    tokio::spawn(take_back(Arc::clone(&prefill), events));
+    fake::serve(move |request| answer(Arc::clone(&prefill), request)).await
+}
+
+/// One request: compute the prompt, then lend its blocks to whoever has the reference.
+async fn answer(prefill: Arc<Prefill>, request: Value) -> fake::Result<Value> {
+    let Request { prompt, kv_transfer_params } = serde_json::from_value(request)?;
+    let blocks = prefill.cache.take(prompt.len())?;
+    prefill.cache.compute(&prompt, &blocks)?;
+    if !kv_transfer_params.wants_offer() {
+        // Here it would go on to decode.
+        prefill.cache.give_back(blocks);
+        return Ok(json!({"kv_transfer_params": null}));
+    }
+    let held = TokenRange::new(Tokens::ZERO, Tokens::new(prompt.len() as u64));
+    let group = SrcPaged { table: BlockTable::new(0, &blocks), held, tail: Tail::Exact };
+    let offer = OfferSpec::new(vec![group.into()], ContentKey::of(&prompt, "", &[]));
+    match prefill.engine.offer(offer).await {
+        Ok(reference) => {
+            prefill.lent().insert(reference.lease(), blocks);
+            Ok(json!({"kv_transfer_params": TransferParams::of(reference)}))
+        }
+        Err(error) => {
+            prefill.cache.give_back(blocks);
+            Err(error.into())
+        }
+    }
+}
+
+/// Blocks are ours again when their lease is over, however it ended: read, declined, expired, withdrawn.
+async fn take_back(prefill: Arc<Prefill>, mut events: OwnerEvents) {
+    while let Some(event) = events.next().await {
+        if let OwnerEvent::Released { lease, how } = event {
+            println!("lease {lease}: {}", how.name());
+            let blocks = prefill.lent().remove(&lease);
+            prefill.cache.give_back(blocks.unwrap_or_default());
+        }
+    }
+}
+
+impl Prefill {
+    fn lent(&self) -> std::sync::MutexGuard<'_, HashMap<LeaseId, Vec<BlockId>>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
