@@ -1,6 +1,9 @@
 //! [`kvferry_fuzz::config`] under libFuzzer.
 #![no_main]
 
+#[path = "../../tests/tests/counting/mod.rs"]
+mod counting;
+
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    drop(kvferry_fuzz::config::run(data));
+    kvferry_fuzz::bounded("config", data, |run| counting::peak(run));
 });

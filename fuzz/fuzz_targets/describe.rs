@@ -1,6 +1,9 @@
 //! [`kvferry_fuzz::describe`] under libFuzzer.
 #![no_main]
 
+#[path = "../../tests/tests/counting/mod.rs"]
+mod counting;
+
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    drop(kvferry_fuzz::describe::run(data));
+    kvferry_fuzz::bounded("describe", data, |run| counting::peak(run));
 });

@@ -1,6 +1,9 @@
 //! [`kvferry_fuzz::layout`] under libFuzzer.
 #![no_main]
 
+#[path = "../../tests/tests/counting/mod.rs"]
+mod counting;
+
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    drop(kvferry_fuzz::layout::run(data));
+    kvferry_fuzz::bounded("layout", data, |run| counting::peak(run));
 });

@@ -1,6 +1,9 @@
 //! [`kvferry_fuzz::request`] under libFuzzer.
 #![no_main]
 
+#[path = "../../tests/tests/counting/mod.rs"]
+mod counting;
+
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    drop(kvferry_fuzz::request::run(data));
+    kvferry_fuzz::bounded("request", data, |run| counting::peak(run));
 });

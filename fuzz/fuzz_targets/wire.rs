@@ -1,6 +1,9 @@
 //! [`kvferry_fuzz::wire`] under libFuzzer.
 #![no_main]
 
+#[path = "../../tests/tests/counting/mod.rs"]
+mod counting;
+
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    drop(kvferry_fuzz::wire::run(data));
+    kvferry_fuzz::bounded("wire", data, |run| counting::peak(run));
 });

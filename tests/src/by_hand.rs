@@ -167,6 +167,7 @@ pub fn owner(id: &str, epoch: u128, cache: &Manifest) -> LocalSide {
         check: IdentityCheck::Required,
         manifest: Arc::new(manifest.unwrap_or_else(|e| panic!("{e}"))),
         stripe: false,
+        allowed: None,
     }
 }
 

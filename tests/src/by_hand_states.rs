@@ -19,7 +19,7 @@ use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem, Retention, S
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, GroupId, ItemId, Name, RankId, Tokens};
 use kvferry_oracle::{Transfer, carry_out};
-use kvferry_proto::lease::{Bound, Consumer, Offer, Offered, first_attempt};
+use kvferry_proto::lease::{Bound, Consumer, Offer, Offered, Term, first_attempt};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, LeaseId};
 use kvferry_proto::peer::BindAnswer;
 use kvferry_proto::rank::{RankReport, SourceReport};
@@ -447,10 +447,10 @@ pub fn leased(pair: &Pair, lease: u128, groups: Vec<SrcGroup>) -> Leased {
     let id = |name: &str| EngineId::new(name).unwrap_or_else(|e| panic!("{name}: {e}"));
     let fence = first_attempt(id("prefill"), Epoch::new(7), LeaseId::new(lease));
     let key = ContentKey::from_bytes([1; 32]);
-    let offered = Offered::new(fence.clone(), Offer { groups, content_key: key });
+    let offered = Offered::new(fence.clone(), Offer { groups, content_key: key }, Term::Open);
     let (asking, bind) = Wanted::new(fence, key).ask(0, pair.peers.digest());
     let consumer = Consumer { engine: id("decode"), epoch: Epoch::new(9) };
-    let bound = offered.bind(&bind, consumer.clone(), pair.peers.digest());
+    let bound = offered.bind(&bind, consumer.clone(), pair.peers.digest(), Duration::ZERO);
     let (bound, grant) = bound.unwrap_or_else(|(_, why)| panic!("not lent: {why}"));
     let Step::Next(Ok(granted)) = asking.on_answer(BindAnswer::Bound(grant)) else { panic!("not granted") };
     Leased { consumer, bound, granted }
@@ -470,5 +470,12 @@ pub fn has_read(pair: &Pair, dst: u32) -> RankReport {
         took: Duration::ZERO,
     };
     let sources = pair.sources(dst).into_iter().map(source).collect();
-    RankReport { sources, zeroed: Bytes::ZERO, compared: Bytes::ZERO, queued: Duration::ZERO, slices: 1, took: Duration::ZERO }
+    RankReport {
+        sources,
+        zeroed: Bytes::ZERO,
+        compared: Bytes::ZERO,
+        queued: Duration::ZERO,
+        slices: 1,
+        took: Duration::ZERO,
+    }
 }

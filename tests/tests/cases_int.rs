@@ -8,7 +8,7 @@ use kvferry_geometry::batch::Descriptor;
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::request::{BlockTable, Request};
 use kvferry_geometry::units::{BlockId, Bytes, RegionId, Tokens};
-use kvferry_proto::handshake::Greeting;
+use kvferry_proto::handshake::{Expected, Greeting};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::wire::{Fault, Frame, HEADER, decode_peer, encode_peer};
 use kvferry_tests::by_hand::{Engine, Pair, holds, kv, latent, owner, wants};
@@ -102,7 +102,7 @@ fn int_05_a_plan_is_rows_not_blocks() {
 fn int_01_a_hello_cut_at_any_byte_is_an_error() {
     let cache = Engine::new(vec![kv("a", 4, 128), latent("b", 64)], 2).manifest();
     let local = Arc::new(owner("p", 1, &cache));
-    let (_, hello) = Greeting::start(local, None);
+    let (_, hello) = Greeting::start(local, Expected::default());
     let bytes = encode_peer(&PeerMessage::Hello(hello.clone())).expect("short enough");
     let (kind, body) = (u16::from_le_bytes([bytes[4], bytes[5]]), &bytes[HEADER..]);
     let decode = |body: &[u8]| decode_peer(&Frame { kind, body: body.to_vec() });

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use std::time::Duration;
+
 use kvferry_geometry::units::RankId;
 use kvferry_proto::lease::Closing;
 use kvferry_proto::peer::ReadsEnd;
@@ -84,7 +86,7 @@ fn mla_01_the_release_names_the_producers_lease() {
     let Step::Next(ended) = reading.on_rank(second, Ok(has_read(&pair, 1))) else { panic!("both have read") };
     let (releasing, release) = ended.release().expect("all named sources were read");
     assert_eq!((&release.fence, release.reads), (&offered, ReadsEnd::Complete));
-    let (closed, answer) = bound.release(&release, &consumer).expect("its consumer");
+    let (closed, answer) = bound.release(&release, &consumer, Duration::ZERO).expect("its consumer");
     assert_eq!((closed.fence(), closed.how()), (&offered, Closing::Read));
     assert!(matches!(releasing.on_answer(&answer), Step::Next(Ok(_))), "held");
 }

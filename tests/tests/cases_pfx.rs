@@ -1,6 +1,8 @@
 //! PFX cases: prefix hits, partial blocks, lists that grow.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
+use std::time::Duration;
+
 use kvferry_geometry::request::{BoundRequest, Checkpoint, DstState, Request, RequestError, SrcState};
 use kvferry_geometry::units::{BlockId, RankId, Tokens};
 use kvferry_proto::lease::Closing;
@@ -77,7 +79,7 @@ fn pfx_04_a_full_hit_releases_at_once() {
     let ended = granted.full_hit();
     assert!(ended.is_complete() && ended.results().is_empty());
     let (releasing, release) = ended.release().expect("nothing was to be read");
-    let (closed, answer) = bound.release(&release, &consumer).expect("its consumer");
+    let (closed, answer) = bound.release(&release, &consumer, Duration::ZERO).expect("its consumer");
     assert_eq!(closed.how(), Closing::Read, "the blocks are the producer's again");
     let Step::Next(Ok(held)) = releasing.on_answer(&answer) else { panic!("held") };
     assert!(held.ended().results().is_empty());
@@ -169,7 +171,7 @@ fn pfx_07_what_was_delivered_stays_delivered() {
     let (src, dst) = (RankId::new(0), has_read(&pair, 0));
     let Step::Next(ended) = reading.on_rank(src, Ok(dst.clone())) else { panic!("its only rank has read") };
     let (releasing, release) = ended.release().expect("all was read");
-    let (_, answer) = bound.release(&release, &consumer).expect("its consumer");
+    let (_, answer) = bound.release(&release, &consumer, Duration::ZERO).expect("its consumer");
     let Step::Next(Ok(held)) = releasing.on_answer(&answer) else { panic!("held") };
     // Two steps later, and after a preemption: as many tokens, and no second transfer.
     let loaded = |request| pair.bind(request).moves()[0].range;

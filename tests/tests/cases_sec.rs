@@ -1,6 +1,7 @@
 //! SEC cases: what a hostile peer may claim.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test")]
 
+use kvferry::{EngineId, Owner, StartError};
 use kvferry_geometry::batch::Side;
 use kvferry_geometry::request::{BoundRequest, RequestError, SrcGroup};
 use kvferry_geometry::units::{BlockId, Tokens};
@@ -70,6 +71,25 @@ fn sec_01_a_frame_is_parsed_by_its_kind_alone() {
     let mut reader = FrameReader::default();
     reader.extend(&[0xFF; HEADER]);
     assert!(matches!(reader.next_frame(), Err(FrameError::TooLong { got: u32::MAX, .. })));
+}
+
+/// Nothing listens unless it is told to, and then not where other hosts can connect.
+#[tokio::test]
+async fn sec_01_nothing_listens_for_other_hosts_by_itself() {
+    let manifest = Engine::new(vec![kv("a", 1, 2)], 1).manifest();
+    let builder = || {
+        let (spec, groups) = (manifest.spec().clone(), manifest.groups().to_vec());
+        Owner::builder(EngineId::new("e").expect("an id"), spec, groups, 1)
+    };
+    let quiet = builder().start().await.expect("an owner");
+    assert_eq!(quiet.address(), None);
+    quiet.shutdown().await;
+    for open in ["tcp:0.0.0.0:0", "tcp:[::]:0", "tcp:192.0.2.1:7600"] {
+        let refused = builder().listen(open.parse().expect("an address")).start().await;
+        let error = refused.expect_err("nobody is authenticated");
+        let why = matches!(error, StartError::Exposed { .. } | StartError::Config(_));
+        assert!(why && error.to_string().contains("plaintext_beyond_loopback"), "{open}: {error}");
+    }
 }
 
 #[test]

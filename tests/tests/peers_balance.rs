@@ -13,7 +13,7 @@ use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::plan::PairPlan;
 use kvferry_geometry::request::BoundRequest;
 use kvferry_geometry::units::RankId;
-use kvferry_proto::names::{EngineId, LeaseId, pairing_salt};
+use kvferry_proto::names::{Attempt, EngineId, LeaseId, pairing_salt};
 use kvferry_tests::by_hand::{flat, request};
 use kvferry_tests::by_hand_states::{Ask, Shape, delta_net, delta_rule, gqa, indexer, mla, prove};
 
@@ -25,7 +25,7 @@ fn salt(engine: u64, lease: u64) -> u64 {
     let id = EngineId::new(&format!("decode-{engine}")).expect("an id");
     // Lease ids are random; these are as good as.
     let id_of_lease = u128::from(lease + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
-    pairing_salt(&id, LeaseId::new(id_of_lease ^ u128::from(engine)))
+    pairing_salt(&id, LeaseId::new(id_of_lease ^ u128::from(engine)), Attempt::FIRST)
 }
 
 /// What one request of three blocks reads from every source rank, after the map has been looked at from both sides.

@@ -16,7 +16,7 @@ use kvferry_geometry::placement::{HeadRange, HeadRule, PcpMode};
 use kvferry_geometry::spec::{Component, Item, PagedItem, Retention, StateItem, StatePart};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, Tokens};
-use kvferry_proto::handshake::{Greeting, HelloMismatch, IdentityCheck, Versions};
+use kvferry_proto::handshake::{Expected, Greeting, HelloMismatch, IdentityCheck, Versions};
 use kvferry_tests::by_hand::owner;
 use kvferry_tests::by_hand_states::{
     Ask, Proof, Shape, delta_net, delta_rule, falcon, falcon_rule, gpt_oss, gqa, indexer, mamba2, mla, prove,
@@ -642,8 +642,8 @@ fn software_versions_and_paths_are_not_compared() {
     // What is told of an engine: its name and life, what its bytes mean, and its cache. Neither a version of the software around
     // it, nor where it found its weights, nor who calls whom is among it.
     let (p, d) = (llama(4).manifest(), llama(2).manifest());
-    let (_, mut hello) = Greeting::start(Arc::new(owner("prefill", 1, &p)), None);
-    let meet = |hello: &_| Greeting::start(Arc::new(owner("decode", 2, &d)), None).0.on_hello(hello);
+    let (_, mut hello) = Greeting::start(Arc::new(owner("prefill", 1, &p)), Expected::default());
+    let meet = |hello: &_| Greeting::start(Arc::new(owner("decode", 2, &d)), Expected::default()).0.on_hello(hello);
     assert!(meet(&hello).is_ok());
     // Any version range that overlaps will do.
     hello.versions = Versions { min: 1, max: 9 };
@@ -654,7 +654,7 @@ fn software_versions_and_paths_are_not_compared() {
     assert!(matches!(refused.as_slice(), [HelloMismatch::Identity { .. }]), "{refused:?}");
     let mut unchecked = owner("decode", 2, &d);
     unchecked.check = IdentityCheck::Off;
-    assert!(Greeting::start(Arc::new(unchecked), None).0.on_hello(&hello).is_ok());
+    assert!(Greeting::start(Arc::new(unchecked), Expected::default()).0.on_hello(&hello).is_ok());
 }
 
 #[test]

@@ -76,9 +76,10 @@ fn table() -> Vec<Row> {
 /// Names of the test functions of a file.
 fn tests_of(text: &str) -> BTreeSet<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let is_test = |line: &str| line == "#[test]" || line.starts_with("#[tokio::test");
     let mut names = BTreeSet::new();
-    for at in lines.iter().enumerate().filter(|(_, line)| **line == "#[test]").map(|(at, _)| at) {
-        let function = lines[at..].iter().find_map(|line| line.strip_prefix("fn "));
+    for at in lines.iter().enumerate().filter(|(_, line)| is_test(line)).map(|(at, _)| at) {
+        let function = lines[at..].iter().find_map(|l| l.strip_prefix("async ").unwrap_or(l).strip_prefix("fn "));
         names.extend(function.and_then(|f| f.split('(').next()).map(str::to_owned));
     }
     names
@@ -169,4 +170,6 @@ fn the_reader_of_the_table_reads_it() {
     assert_eq!((rows[1].tests.len(), rows[1].waits.as_str()), (0, "UCX backend"));
     let source = "#[test]\nfn one() {}\nfn helper() {}\n#[test]\n#[should_panic]\nfn two() {}\n";
     assert_eq!(tests_of(source), BTreeSet::from(["one".to_owned(), "two".to_owned()]));
+    let source = "#[tokio::test(flavor = \"x\")]\nasync fn three() {}\nasync fn helper() {}\n#[tokio::test]\nasync fn four() {}\n";
+    assert_eq!(tests_of(source), BTreeSet::from(["four".to_owned(), "three".to_owned()]));
 }

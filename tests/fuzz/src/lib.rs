@@ -5,11 +5,14 @@
 //! | [`config`] | a `config.json` | what is accepted makes items, and the items an engine |
 //! | [`describe`] | an engine's TOML | what is accepted makes a manifest or is refused with reasons |
 //! | [`layout`] | choices that write a spec, placements and views, some of them overwritten by extreme numbers | views of an accepted manifest lie in their regions and apart, and its ranks hold everything |
+//! | [`params`] | a router's parameters, a reference, an address | what is read is written, and read as the same |
 //! | [`request`] | two such engines and a request | batches lie in the regions, write no byte twice, and staged moves the same bytes as direct |
+//! | [`secure`] | what strangers say to an end with a shared key, a key's text, changes to what two ends say | nobody without the key is believed; what arrives is what was said |
+//! | [`settings`] | an engine's configuration | what is accepted has no contradiction, what is not has a fault |
 //! | [`wire`] | frames of each link | what is read is written again as the same bytes |
 //!
-//! Every target also promises to end soon and to need little memory, whatever its input says; who runs it watches that: libFuzzer
-//! by its limits, `tests/tests/fuzz_corpus.rs` by its allocator. The same functions serve both, so that what was found once is
+//! Every target also promises to end soon and to need little memory ([`Target::memory`]), whatever its input says; who runs it
+//! watches that by an allocator that counts. The same functions serve both, so that what was found once is
 //! looked at in every run of the tests.
 //!
 //! Not here: the corpus (`tests/data/fuzz`), and what libFuzzer needs (`fuzz/`).
@@ -21,9 +24,12 @@ pub mod describe;
 mod engine;
 pub mod layout;
 pub mod mutate;
+pub mod params;
 mod promise;
 mod reader;
 pub mod request;
+pub mod secure;
+pub mod settings;
 pub mod wire;
 
 use std::collections::BTreeSet;
@@ -80,13 +86,61 @@ pub struct Target {
     pub run: fn(&[u8]) -> Reached,
     /// Whether its inputs are text.
     pub is_text: bool,
+    /// The most bytes that one input may need at a time, [`LONGEST`] bytes long at most.
+    pub memory: usize,
+    /// Where more is done with what was read than to read it: only reads it, which may need [`DECODER`] bytes at most.
+    pub read: Option<fn(&[u8])>,
 }
+
+/// The longest input, in bytes, for which a target's [`memory`](Target::memory) is promised.
+pub const LONGEST: usize = 4096;
+
+/// What the decoder of an input from a peer, a router or a file of ours may need.
+pub const DECODER: usize = 1 << 20;
+/// Where an engine is described, described again, planned and compared besides: the list that proves a layout free from overlap is
+/// the largest piece.
+const WHOLE: usize = 256 << 20;
 
 /// All targets.
 pub const TARGETS: &[Target] = &[
-    Target { name: "config", run: config::run, is_text: true },
-    Target { name: "describe", run: describe::run, is_text: true },
-    Target { name: "layout", run: layout::run, is_text: false },
-    Target { name: "request", run: request::run, is_text: false },
-    Target { name: "wire", run: wire::run, is_text: false },
+    Target { name: "config", run: config::run, is_text: true, memory: WHOLE, read: None },
+    Target { name: "describe", run: describe::run, is_text: true, memory: WHOLE, read: None },
+    Target { name: "layout", run: layout::run, is_text: false, memory: WHOLE, read: None },
+    Target { name: "params", run: params::run, is_text: true, memory: DECODER, read: None },
+    Target { name: "request", run: request::run, is_text: false, memory: WHOLE, read: None },
+    Target { name: "secure", run: secure::run, is_text: false, memory: DECODER, read: None },
+    Target { name: "settings", run: settings::run, is_text: true, memory: DECODER, read: None },
+    Target { name: "wire", run: wire::run, is_text: false, memory: WHOLE, read: Some(wire::read) },
 ];
+
+impl Target {
+    /// Runs one input under an allocator that counts: `peak` gives what comes of a call, and the most bytes that it had in use.
+    ///
+    /// # Panics
+    /// Where a promise is broken.
+    pub fn bounded(&self, data: &[u8], peak: impl Fn(&dyn Fn() -> Reached) -> (Reached, i64)) -> Reached {
+        let within = |bytes: i64, most: usize| {
+            let kept = data.len() > LONGEST || usize::try_from(bytes).unwrap_or(0) <= most;
+            assert!(kept, "{}: an input of {} bytes needs {bytes}, more than {most}", self.name, data.len());
+        };
+        if let Some(read) = self.read {
+            let only = || {
+                read(data);
+                Reached::default()
+            };
+            within(peak(&only).1, DECODER);
+        }
+        let (reached, bytes) = peak(&|| (self.run)(data));
+        within(bytes, self.memory);
+        reached
+    }
+}
+
+/// Runs one input of the target of this name, as [`Target::bounded`].
+///
+/// # Panics
+/// Where a promise is broken, or there is no such target.
+pub fn bounded(name: &str, data: &[u8], peak: impl Fn(&dyn Fn() -> Reached) -> (Reached, i64)) {
+    let target = TARGETS.iter().find(|t| t.name == name).expect("a target");
+    drop(target.bounded(data, peak));
+}

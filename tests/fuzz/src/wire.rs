@@ -47,6 +47,32 @@ pub fn run(data: &[u8]) -> Reached {
     reached
 }
 
+/// Reads as [`run`] does, and does no more.
+pub fn read(data: &[u8]) {
+    let mut r = Reader::new(data);
+    let choice = r.byte();
+    let decode = |frame: &Frame| match choice % 3 {
+        0 => drop(decode_peer(frame)),
+        1 => drop(decode_from_rank(frame)),
+        _ => drop(decode_to_rank(frame)),
+    };
+    if choice < 128 {
+        let kind = u16::from_le_bytes([r.byte(), r.byte()]);
+        return decode(&Frame { kind, body: r.rest().to_vec() });
+    }
+    let mut frames = FrameReader::new(1 << 16);
+    for bytes in r.rest().chunks(usize::from(choice) - 120) {
+        frames.extend(bytes);
+        loop {
+            match frames.next_frame() {
+                Ok(Some(frame)) => decode(&frame),
+                Ok(None) => break,
+                Err(_) => return,
+            }
+        }
+    }
+}
+
 /// Reads and writes one message of a link.
 fn message(link: u8, frame: &Frame, reached: &mut Reached) {
     match link {
