@@ -6,18 +6,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use kvferry::{Address, Assurance, ContentKey, Delivered, OfferSpec, Owner, PullSpec, Tokens};
+use kvferry::Assurance;
 use kvferry_geometry::request::BoundRequest;
 use tokio::signal::unix::{SignalKind, signal};
 
 mod args;
 mod baseline;
+mod chaos;
 mod crew;
 mod image;
 mod link;
 mod rank;
 mod report;
 mod scenario;
+mod service;
 mod sweep;
 
 pub(crate) use args::Args;
@@ -26,16 +28,16 @@ use link::{Answer, Order};
 pub(crate) use rank::{RankArgs, run as run_rank};
 use report::{Round, Summary};
 use scenario::{Engines, Role, Scenario};
+use service::Service;
 
 use crate::backends::{self, Wire};
 use crate::show;
 
 /// How long all ranks may take to fill their memory and join.
 const JOIN: Duration = Duration::from_secs(300);
-/// How long one round of requests may take.
-const DEADLINE: Duration = Duration::from_secs(300);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    check_mode(args)?;
     check_transports(args)?;
     backends::ensure(&[args.wires(Role::Prefill), args.wires(Role::Decode)])?;
     if args.all {
@@ -91,6 +93,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(if summary.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// Whether what was asked for is there, and makes sense.
+fn check_mode(args: &Args) -> anyhow::Result<()> {
+    if args.mode == args::Mode::Push {
+        bail!("--mode push is not built yet; ask for --mode pull");
+    }
+    if args.chaos && args.wires(Role::Prefill).has(Wire::Mem) {
+        bail!("--chaos kills processes, and with --transport mem all ranks are threads of this one");
+    }
+    Ok(())
+}
+
 /// Whether the engines have a transport in common, before anything is built or started.
 fn check_transports(args: &Args) -> anyhow::Result<()> {
     let (prefill, decode) = (args.wires(Role::Prefill), args.wires(Role::Decode));
@@ -124,96 +137,94 @@ fn check_plan(scenario: &Scenario) -> anyhow::Result<()> {
 }
 
 async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> anyhow::Result<Summary> {
-    let prefill = owner(args, scenario, Role::Prefill).await?;
-    let decode = owner(args, scenario, Role::Decode).await?;
-    let owners = [(Role::Prefill, prefill.rank_socket()), (Role::Decode, decode.rank_socket())];
-    let mut crew = Crew::start(args, scenario, owners)?;
+    let service = Service::start(args, scenario).await?;
+    let sockets = [&service.prefill, &service.decode].map(|owner| owner.rank_socket().to_owned());
+    let mut crew = Crew::start(args, scenario, [(Role::Prefill, &sockets[0]), (Role::Decode, &sockets[1])])?;
     let mut summary = Summary::new(args, scenario);
 
     say("filling caches ...".into());
     let start = Instant::now();
     crew = on_thread(crew, |crew| crew.hear(&[Role::Prefill, Role::Decode])).await?.0;
-    prefill.ready(JOIN).await?;
-    decode.ready(JOIN).await?;
-    for socket in [prefill.rank_socket(), decode.rank_socket()] {
-        // All ranks have joined, and a killed demo leaves no file behind that is gone already.
-        std::fs::remove_file(socket).ok();
+    service.prefill.ready(JOIN).await?;
+    service.decode.ready(JOIN).await?;
+    // With chaos some have yet to join.
+    if !args.chaos {
+        for socket in sockets {
+            // All ranks have joined, and a killed demo leaves no file behind that is gone already.
+            std::fs::remove_file(socket).ok();
+        }
     }
     say(format!("all ranks ready after {:.1} s", start.elapsed().as_secs_f64()));
-
-    let (delivered, seconds) = round(scenario, &prefill, &decode, Assurance::Full).await?;
-    for d in &delivered {
-        summary.add_pairs(scenario, &d.report().pairs);
-        summary.zeroed += d.report().zeroed.get();
-    }
-    summary.full = Some(Round::new(summary.bytes, seconds));
-    say(format!("{} moved and digested at both ends; now checking every byte ...", show::size(summary.bytes)));
-    crew = verify(crew, &mut summary, &[Role::Decode], true).await?;
-
-    if summary.is_right() && summary.bytes > 0 {
-        let (_, seconds) = round(scenario, &prefill, &decode, Assurance::Fenced).await?;
-        summary.fenced = Some(Round::new(summary.bytes, seconds));
-        say("moved again; checking again ...".into());
-        crew = verify(crew, &mut summary, &[Role::Prefill, Role::Decode], false).await?;
-        let (same, memcpy) = on_thread(crew, yardstick).await?;
-        (crew, summary.memcpy) = (same, Some(memcpy));
-    }
+    let service = Arc::new(service);
+    crew = if args.chaos {
+        play_chaos(args, &service, crew, &mut summary, say).await?
+    } else {
+        play_twice(args, &service, crew, &mut summary, say).await?
+    };
+    summary.add_leases(&service).await?;
     drop(crew);
-    decode.shutdown().await;
-    prefill.shutdown().await;
+    Arc::into_inner(service).context("the engines are still in use")?.shutdown().await;
     Ok(summary)
 }
 
-async fn owner(args: &Args, scenario: &Scenario, role: Role) -> anyhow::Result<Owner> {
-    let manifest = &scenario.engine(role).manifest;
-    let ranks = u32::try_from(manifest.ranks().len())?;
-    let builder = Owner::builder(rank::engine_id(role)?, manifest.spec().clone(), manifest.groups().to_vec(), ranks)
-        .model_identity(&scenario.model)
-        .compat(args.ignore.options())
-        .stripe(args.stripe)
-        .listen(Address::loopback(0));
-    Ok(builder.start().await?)
+/// All requests, with digests and without.
+async fn play_twice(
+    args: &Args,
+    service: &Service,
+    mut crew: Crew,
+    summary: &mut Summary,
+    say: &impl Fn(String),
+) -> anyhow::Result<Crew> {
+    let concurrency = args.concurrency.unwrap_or(args.requests) as usize;
+    let (delivered, seconds) = service.round(Assurance::Full, concurrency).await?;
+    summary.add_delivered(&service.scenario, &delivered);
+    summary.full = Some(Round::new(summary.bytes, seconds));
+    say(format!("{} moved and digested at both ends; now checking every byte ...", show::size(summary.bytes)));
+    crew = verify(crew, summary, &[Role::Decode], &[], true).await?;
+
+    if summary.is_right() && summary.bytes > 0 {
+        let (delivered, seconds) = service.round(Assurance::Fenced, concurrency).await?;
+        summary.fences.add(&delivered);
+        summary.fenced = Some(Round::new(summary.bytes, seconds));
+        say("moved again; checking again ...".into());
+        crew = verify(crew, summary, &[Role::Prefill, Role::Decode], &[], false).await?;
+        let (same, memcpy) = on_thread(crew, yardstick).await?;
+        (crew, summary.memcpy) = (same, Some(memcpy));
+    }
+    Ok(crew)
 }
 
-/// All requests at once; gives their deliveries and the time from the first pull to the last delivery.
-async fn round(
-    scenario: &Scenario,
-    prefill: &Owner,
-    decode: &Owner,
-    assurance: Assurance,
-) -> anyhow::Result<(Vec<Delivered>, f64)> {
-    let mut references = Vec::new();
-    for request in 0..scenario.requests.len() {
-        let offer = OfferSpec { groups: scenario.src_groups(request), content_key: content(request) };
-        references.push(prefill.offer(offer).await?);
-    }
+/// All requests until they are delivered, whoever is killed.
+async fn play_chaos(
+    args: &Args,
+    service: &Arc<Service>,
+    crew: Crew,
+    summary: &mut Summary,
+    say: &impl Fn(String),
+) -> anyhow::Result<Crew> {
+    let seed = chaos::seed()?;
+    say(format!("killing {} with KVFERRY_SEED={seed} ...", show::number_of(args.kills as usize, "prefill rank")));
     let start = Instant::now();
-    let mut handles = Vec::new();
-    for (request, reference) in references.into_iter().enumerate() {
-        let spec = PullSpec {
-            tokens: Tokens::new(scenario.ask.tokens),
-            groups: scenario.dst_groups(request),
-            content_key: content(request),
-            assurance,
-            deadline: DEADLINE,
-        };
-        // The reference goes the way a router would take it: as text.
-        handles.push(decode.pull(reference.to_string().parse()?, spec).await?);
-    }
-    let mut delivered = Vec::new();
-    for (request, handle) in handles.into_iter().enumerate() {
-        delivered.push(handle.await.with_context(|| format!("request {request}"))?);
-    }
-    Ok((delivered, start.elapsed().as_secs_f64()))
+    let played = chaos::play(args, service, crew, seed).await?;
+    let seconds = start.elapsed().as_secs_f64();
+    summary.add_delivered(&service.scenario, &played.delivered);
+    summary.fences.stale = played.stale;
+    summary.full = Some(Round::new(summary.bytes, seconds));
+    summary.chaos = Some(played.chaos);
+    say("all requests are delivered; now checking every byte ...".into());
+    verify(played.crew, summary, &[Role::Prefill, Role::Decode], &played.turns, true).await
 }
 
-/// What a request's cache was computed from: here, its number.
-fn content(request: usize) -> ContentKey {
-    ContentKey::of(&[u32::try_from(request).unwrap_or(u32::MAX)], "", &[])
-}
-
-async fn verify(crew: Crew, summary: &mut Summary, roles: &'static [Role], counts: bool) -> anyhow::Result<Crew> {
-    let (crew, answers) = on_thread(crew, |crew| crew.ask(Order::Verify, roles)).await?;
+/// `turns`: which computation of each request must have arrived; empty for the first.
+async fn verify(
+    crew: Crew,
+    summary: &mut Summary,
+    roles: &'static [Role],
+    turns: &[u32],
+    counts: bool,
+) -> anyhow::Result<Crew> {
+    let order = Order::Verify { turns: turns.to_vec() };
+    let (crew, answers) = on_thread(crew, move |crew| crew.ask(&order, roles)).await?;
     for (_, answer) in answers {
         let Answer::Verdict(verdict) = answer else { bail!("a rank answered something else than a verdict") };
         summary.add_verdict(verdict, counts);
@@ -235,9 +246,9 @@ async fn on_thread<T: Send + 'static>(
 
 /// The same runs by memcpy, all decode ranks at once as in the transfers.
 fn yardstick(crew: &mut Crew) -> anyhow::Result<Round> {
-    crew.ask(Order::Prepare, &[Role::Decode])?;
+    crew.ask(&Order::Prepare, &[Role::Decode])?;
     let (mut total, mut longest) = (0, 0f64);
-    for (_, answer) in crew.ask(Order::Copy, &[Role::Decode])? {
+    for (_, answer) in crew.ask(&Order::Copy, &[Role::Decode])? {
         let Answer::Copied { bytes, seconds } = answer else { bail!("a rank answered something else than a copy") };
         total += bytes;
         longest = longest.max(seconds);

@@ -27,6 +27,10 @@ fn proven(args: &str) -> serde_json::Value {
     let (moved, zeroed) = (summary["bytes"].as_u64().unwrap(), summary["zeroed"].as_u64().unwrap());
     assert_eq!(summary["verified"].as_u64().unwrap(), moved + zeroed, "{args}");
     assert!(moved > 0, "{args}");
+    // Two rounds of two requests, each with a lease that was read and held to its end.
+    assert_eq!(summary["leases"], serde_json::json!({"offered": 4, "ended": {"read": 4}}), "{args}");
+    assert_eq!(summary["fences"], serde_json::json!({"held": 4, "stale": 0, "attempts": 4}), "{args}");
+    assert!(summary["phases"]["read"].as_f64().is_some_and(|seconds| seconds > 0.0), "{args}");
     summary
 }
 
@@ -90,6 +94,34 @@ fn every_promised_shape_is_proven() {
     }
     let summary = proven("--layers 2 --tokens 200 --transport mem");
     assert!(lanes(&summary).iter().all(|l| l.contains("in-process")), "{:?}", lanes(&summary));
+}
+
+/// Another seed each time; what fails says it.
+#[test]
+fn ranks_that_are_killed_fail_their_requests_once_and_all_are_delivered() {
+    for shape in ["--prefill tp=4 --decode tp=2", "--prefill tp=2 --decode tp=4"] {
+        let args = format!("--chaos --layers 2 --tokens 200 {shape} --json");
+        let output = demo(&args).output().unwrap();
+        assert!(output.status.success(), "{args}:\n{}", text(&output));
+        let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let number = |value: &serde_json::Value| value.as_u64().unwrap();
+        assert_eq!((number(&summary["wrong"]), number(&summary["outside"])), (0, 0), "{summary:#}");
+        let kv = 16 * 200 * 2 * 4096;
+        assert_eq!((number(&summary["bytes"]), number(&summary["fences"]["held"])), (kv, 16), "{summary:#}");
+        assert_eq!(number(&summary["verified"]), kv + number(&summary["zeroed"]), "{summary:#}");
+        let chaos = &summary["chaos"];
+        let (repeated, untouched) = (number(&chaos["repeated"]), number(&chaos["untouched"]));
+        assert!(repeated > 0 && repeated + untouched == 16, "{summary:#}");
+        let failed_by =
+            |kill: &serde_json::Value| kill["failed"].as_object().unwrap().values().map(number).sum::<u64>();
+        let failed: Vec<u64> = chaos["kills"].as_array().unwrap().iter().map(failed_by).collect();
+        assert!(failed.len() == 2 && !failed.contains(&0), "{summary:#}");
+        // Whatever was offered has ended, and what was not delivered has failed.
+        let leases = &summary["leases"];
+        let ended: u64 = leases["ended"].as_object().unwrap().values().map(number).sum();
+        assert_eq!(number(&leases["offered"]), ended, "{summary:#}");
+        assert!(ended >= 16 + failed.iter().sum::<u64>(), "{summary:#}");
+    }
 }
 
 /// Why `backend` can't be tested here, if so.
@@ -172,6 +204,9 @@ fn what_cannot_work_is_refused_before_anything_starts() {
         ("--model no-such-model", "no-such-model"),
         ("--prefill tp=0", "tp"),
         ("--transport tcp", "the transports are shm, mem, ucx and nixl"),
+        ("--mode push", "--mode push is not built yet"),
+        ("--chaos --transport mem", "all ranks are threads of this one"),
+        ("--kills 3", "--chaos"),
         ("--prefill-transport shm --decode-transport ucx", "prefill ranks have shm and decode ranks ucx"),
     ] {
         let output = demo(args).output().unwrap();

@@ -37,12 +37,31 @@ impl Way {
     }
 }
 
+/// Who moves the bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Mode {
+    /// The decode engine's ranks read.
+    Pull,
+    /// The prefill engine's ranks write (not built yet).
+    Push,
+}
+
 /// Run a prefill and a decode engine and prove every byte that moves between them
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct Args {
     /// Every preset between engines of several shapes, cut to few layers
-    #[arg(long, conflicts_with_all = ["model", "prefill", "decode", "json"])]
+    #[arg(long, conflicts_with_all = ["model", "prefill", "decode", "json", "chaos"])]
     pub(crate) all: bool,
+    /// Who moves the bytes
+    #[arg(long, value_enum, default_value_t = Mode::Pull)]
+    pub(crate) mode: Mode,
+    /// Kill ranks of the prefill engine while they are read, start them again, prefill and pull again what that has failed,
+    /// and prove that each request has failed once for each kill at most and is delivered in the end
+    #[arg(long)]
+    pub(crate) chaos: bool,
+    /// How many ranks are killed, one after another; which, and when, follows from KVFERRY_SEED, and is another each time without it
+    #[arg(long, default_value_t = 2, requires = "chaos", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) kills: u32,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// The prefill engine: parallel sizes (tp=,pp=,dcp=,pcp=,pcp_mode=shard|replicate,interleave=), or a description's file
@@ -51,12 +70,18 @@ pub(crate) struct Args {
     /// The decode engine
     #[arg(long, default_value = "tp=2", value_name = "ENGINE")]
     pub(crate) decode: Named,
-    /// Tokens of each prompt
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    /// Tokens of each prompt; with --chaos 512
+    #[arg(long, default_value_t = 2048, default_value_if("chaos", "true", "512"))]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub(crate) tokens: u64,
-    /// Requests, all in flight together
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    /// Requests; with --chaos 16
+    #[arg(long, default_value_t = 4, default_value_if("chaos", "true", "16"))]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) requests: u32,
+    /// Requests in flight at a time [default: all; with --chaos 4]
+    #[arg(long, value_name = "N", default_value_if("chaos", "true", "4"))]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) concurrency: Option<u32>,
     /// Tokens of a prefill block [default: as described, 16]
     #[arg(long, value_name = "TOKENS")]
     pub(crate) prefill_block: Option<u32>,
@@ -171,6 +196,7 @@ impl Args {
             format!("--way={}", self.way.name()),
             format!("--transport={}", self.transport),
         ]);
+        out.extend(self.concurrency.map(|n| format!("--concurrency={n}")));
         out.extend(self.prefill_transport.as_ref().map(|w| format!("--prefill-transport={w}")));
         out.extend(self.decode_transport.as_ref().map(|w| format!("--decode-transport={w}")));
         out.extend(self.backends.again());
@@ -212,6 +238,7 @@ mod tests {
             "--decode=crates/kvferry-models/examples/draft.toml",
             "--tokens=5",
             "--requests=6",
+            "--concurrency=3",
             "--prefill-block=32",
             "--decode-block=48",
             "--prefill-layout=nhd,share,state-first,scratch=3",
@@ -236,6 +263,17 @@ mod tests {
             let second = parse(&again.iter().map(String::as_str).collect::<Vec<_>>());
             assert_eq!(format!("{first:?}"), format!("{second:?}"));
         }
+    }
+
+    #[test]
+    fn chaos_has_defaults_of_its_own() {
+        let of = |line: &[&str]| {
+            let args = parse(line);
+            (args.tokens, args.requests, args.concurrency, args.kills)
+        };
+        assert_eq!(of(&[]), (2048, 4, None, 2));
+        assert_eq!(of(&["--chaos"]), (512, 16, Some(4), 2));
+        assert_eq!(of(&["--chaos", "--tokens=9", "--concurrency=2", "--kills=3"]), (9, 16, Some(2), 3));
     }
 
     #[test]

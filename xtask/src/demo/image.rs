@@ -71,6 +71,24 @@ struct CellAt<'a> {
     place: Place<'a>,
 }
 
+/// Which computation of each request is meant: another one has other bytes everywhere, so that one that was moved too late is seen.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Turns<'a> {
+    /// One for each request; none means the first of all.
+    pub(crate) of: &'a [u32],
+    /// Only this request.
+    pub(crate) only: Option<usize>,
+}
+
+impl Turns<'_> {
+    fn seed(self, request: usize) -> u64 {
+        match self.of.get(request) {
+            None | Some(0) => pattern::seed(&format!("request {request}")),
+            Some(turn) => pattern::seed(&format!("request {request} computed again, {turn}")),
+        }
+    }
+}
+
 /// What a region holds where no cell is.
 fn background(role: Role, region: u64) -> Coordinate {
     pattern::background(if role == Role::Prefill { region | 1 << 40 } else { region })
@@ -82,21 +100,32 @@ pub(crate) fn fill(scenario: &Scenario, role: Role, rank: RankId, regions: &[Reg
         pattern::fill(region, 0, region.len().get(), background(role, id), 0)?;
     }
     if role == Role::Prefill {
-        for_each_cell(scenario, role, rank, &mut |cell| {
-            if let Content::Pattern(place, byte) = cell.content {
-                pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, place, byte)?;
-            }
-            Ok(())
-        })?;
+        compute(scenario, rank, regions, Turns::default())?;
     }
     Ok(())
 }
 
+/// Fills what a prefill rank has of the requests that are meant.
+pub(crate) fn compute(scenario: &Scenario, rank: RankId, regions: &[Region], turns: Turns<'_>) -> anyhow::Result<()> {
+    for_each_cell(scenario, Role::Prefill, rank, turns, &mut |cell| {
+        if let Content::Pattern(place, byte) = cell.content {
+            pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, place, byte)?;
+        }
+        Ok(())
+    })
+}
+
 /// Checks a rank after the transfers, and leaves it filled with background. A prefill rank must be as it was filled:
 /// whatever changed there was touched outside.
-pub(crate) fn verify(scenario: &Scenario, role: Role, rank: RankId, regions: &[Region]) -> anyhow::Result<Verdict> {
+pub(crate) fn verify(
+    scenario: &Scenario,
+    role: Role,
+    rank: RankId,
+    regions: &[Region],
+    turns: Turns<'_>,
+) -> anyhow::Result<Verdict> {
     let mut verdict = Verdict::default();
-    for_each_cell(scenario, role, rank, &mut |cell| {
+    for_each_cell(scenario, role, rank, turns, &mut |cell| {
         let region = &regions[cell.region.index()];
         let wrong = match cell.content {
             Content::Pattern(place, byte) => {
@@ -117,7 +146,7 @@ pub(crate) fn verify(scenario: &Scenario, role: Role, rank: RankId, regions: &[R
         }
         Ok(())
     })?;
-    for_each_cell(scenario, role, rank, &mut |cell| {
+    for_each_cell(scenario, role, rank, turns, &mut |cell| {
         let background = background(role, u64::from(cell.region.get()));
         Ok(pattern::fill(&regions[cell.region.index()], cell.offset, cell.width, background, cell.offset)?)
     })?;
@@ -144,6 +173,7 @@ fn for_each_cell(
     scenario: &Scenario,
     role: Role,
     rank: RankId,
+    turns: Turns<'_>,
     visit: &mut dyn FnMut(CellAt<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let engine = scenario.engine(role);
@@ -158,13 +188,14 @@ fn for_each_cell(
             continue;
         }
         let group = engine.manifest.group_of(id).index();
-        for (number, blocks) in scenario.requests.iter().enumerate() {
+        let meant = |number: &usize| turns.only.is_none_or(|only| only == *number);
+        for (number, blocks) in scenario.requests.iter().enumerate().filter(|(number, _)| meant(number)) {
             let blocks = match role {
                 Role::Prefill => &blocks.src[group],
                 Role::Decode => &blocks.dst[group],
             };
             // One request's tokens must not look like another's.
-            let seed = pattern::seed(item.name.as_str()) ^ pattern::seed(&format!("request {number}"));
+            let seed = pattern::seed(item.name.as_str()) ^ turns.seed(number);
             let name = item.name.as_str();
             match (&item.kind, placement, view) {
                 (ItemKind::Paged(paged), Placement::Paged(placement), View::Paged(view)) => {
@@ -443,12 +474,17 @@ mod tests {
         let rank = RankId::new(0);
         let (scenario, src, dst) = moved();
         let verdict = |role, regions: &[Region]| {
-            let v = verify(&scenario, role, rank, regions).unwrap();
+            let v = verify(&scenario, role, rank, regions, Turns::default()).unwrap();
             (v.checked, v.wrong, v.outside)
         };
         let checked = verdict(Role::Decode, &dst);
         assert!(checked.0 > 0 && (checked.1, checked.2) == (0, 0), "{checked:?}");
         assert_eq!(verdict(Role::Prefill, &src), (0, 0, 0));
+        // The same bytes of another computation would all be wrong, but for those that are equal by chance.
+        let again = Turns { of: &[1, 1], only: None };
+        let (scenario, _, dst) = moved();
+        let wrong = verify(&scenario, Role::Decode, rank, &dst, again).unwrap().wrong;
+        assert!(wrong > checked.0 / 2, "{wrong} of {}", checked.0);
         // Afterwards there is only background; every single byte that differs from it counts.
         let manifest = scenario.decode.manifest.clone();
         let (scenario, _, dst) = moved();
@@ -462,7 +498,7 @@ mod tests {
             manifest.spec().items().iter().find_map(|i| i.as_state()).map(|s| u64::from(s.parts[0].rows)).unwrap();
         flip(region, at);
         flip(region, at + scratch * parts[0].row_stride.get());
-        let v = verify(&scenario, Role::Decode, rank, &dst).unwrap();
+        let v = verify(&scenario, Role::Decode, rank, &dst, Turns::default()).unwrap();
         assert_eq!((v.checked, v.wrong, v.outside), (checked.0, 1, 1));
         let first = v.first.unwrap();
         assert!(first.contains("state after 20 tokens, part conv.x, row 0, unit 0"), "{first}");

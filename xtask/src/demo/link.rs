@@ -11,10 +11,20 @@ use serde::{Deserialize, Serialize};
 use super::image::Verdict;
 
 /// From the demo to a rank.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Compare every byte.
-    Verify,
+    /// Compute a request anew: its cache is filled with the bytes of its so-manieth computation.
+    Prefill {
+        /// Which request.
+        request: usize,
+        /// Which computation of it; the first is 0 and fills the memory at the start.
+        turn: u32,
+    },
+    /// Compare every byte, at the decode engine with the computations that were delivered, one for each request.
+    Verify {
+        /// Those that are not the first; none means that all are.
+        turns: Vec<u32>,
+    },
     /// Make ready to copy the same runs by memcpy, in memory that has been touched.
     Prepare,
     /// Copy them.
@@ -28,6 +38,8 @@ pub(crate) enum Order {
 pub(crate) enum Answer {
     /// Memory is filled and registered, the owner is joined.
     Ready,
+    /// The answer to `Prefill`.
+    Prefilled,
     /// The outcome of `Verify`.
     Verdict(Verdict),
     /// The answer to `Prepare`.
@@ -66,7 +78,8 @@ impl Link {
     pub(crate) fn hear<T: DeserializeOwned>(&mut self) -> anyhow::Result<Option<T>> {
         let mut line = String::new();
         match self.reader.read_line(&mut line) {
-            Ok(0) => Ok(None),
+            // Killed in the middle of a line: gone, too.
+            Ok(_) if !line.ends_with('\n') => Ok(None),
             Ok(_) => Ok(Some(serde_json::from_str(&line).context("a line that is no message")?)),
             // Killed with unread data in the socket: gone all the same.
             Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => Ok(None),

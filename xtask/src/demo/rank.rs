@@ -15,7 +15,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::args::Args;
 use super::baseline::Baseline;
-use super::image::{self, Verdict};
+use super::image::{self, Turns, Verdict};
 use super::link::{Answer, Link, Order};
 use super::scenario::{Role, Scenario};
 use crate::backends::Wire;
@@ -100,10 +100,18 @@ fn obey(
     link.say(&Answer::Ready)?;
     let threads = Config::default().threads;
     let mut yardstick = None;
+    // What was computed here. A rank that was started again has the first computation of everything, as at the start.
+    let mut computed = vec![0; scenario.requests.len()];
     while let Some(order) = link.hear()? {
         match order {
-            Order::Verify => {
-                let mut verdict = image::verify(scenario, role, rank, &regions)?;
+            Order::Prefill { request, turn } => {
+                *computed.get_mut(request).context("no such request")? = turn;
+                image::compute(scenario, rank, &regions, Turns { of: &computed, only: Some(request) })?;
+                link.say(&Answer::Prefilled)?;
+            }
+            Order::Verify { turns } => {
+                let of = if role == Role::Prefill { &computed } else { &turns };
+                let mut verdict = image::verify(scenario, role, rank, &regions, Turns { of, only: None })?;
                 check_bands(&guarded, &mut verdict);
                 link.say(&Answer::Verdict(verdict))?;
             }

@@ -1,14 +1,17 @@
 //! What the demo says.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
-use kvferry::PairReport;
+use kvferry::{Delivered, PairReport, Phase};
 use kvferry_geometry::staged::Place;
 use serde::Serialize;
 
 use super::args::Args;
+use super::chaos::Chaos;
 use super::image::Verdict;
 use super::scenario::{Role, Scenario};
+use super::service::Service;
 use crate::show;
 
 /// The most rank pairs that are listed as text.
@@ -32,7 +35,7 @@ pub(crate) struct PairLine {
 /// One round of all requests.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Round {
-    /// From the first pull to the last delivery.
+    /// From the first offer to the last delivery.
     pub(crate) seconds: f64,
     pub(crate) gigabytes_per_second: f64,
 }
@@ -43,6 +46,62 @@ impl Round {
         #[allow(clippy::cast_precision_loss, reason = "a rate is shown with three digits")]
         let gigabytes = bytes as f64 / 1e9;
         Self { seconds, gigabytes_per_second: gigabytes / seconds }
+    }
+}
+
+/// What became of the leases, over all rounds.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Leases {
+    pub(crate) offered: u64,
+    /// How they ended, and how many so.
+    pub(crate) ended: BTreeMap<&'static str, u64>,
+}
+
+/// What the producer answered when all of a lease had been read, over all rounds.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Fences {
+    pub(crate) held: u64,
+    pub(crate) stale: u64,
+    /// Attempts of the requests that were delivered; more than these where one was tried at other replicas.
+    pub(crate) attempts: u64,
+}
+
+impl Fences {
+    pub(crate) fn add(&mut self, delivered: &[Delivered]) {
+        // Nothing is delivered that was not held.
+        self.held += delivered.len() as u64;
+        self.attempts += delivered.iter().map(|d| u64::from(d.report().attempts)).sum::<u64>();
+    }
+}
+
+/// How long the requests of the first round were in each phase: medians, in seconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Phases {
+    /// Waiting for the link between the owners.
+    link: f64,
+    /// Waiting for the producer to bind the lease.
+    bind: f64,
+    /// The longest wait of a rank for its turn to read; part of `read`.
+    queue: f64,
+    read: f64,
+    /// Waiting for the producer's verdict.
+    release: f64,
+}
+
+impl Phases {
+    fn of(delivered: &[Delivered]) -> Option<Self> {
+        let median = |time: fn(&Delivered) -> Duration| {
+            let mut times: Vec<Duration> = delivered.iter().map(time).collect();
+            times.sort_unstable();
+            times.get(times.len() / 2).map(Duration::as_secs_f64)
+        };
+        Some(Self {
+            link: median(|d| d.report().phases.of(Phase::Link))?,
+            bind: median(|d| d.report().phases.of(Phase::Bind))?,
+            queue: median(|d| d.report().phases.queued())?,
+            read: median(|d| d.report().phases.of(Phase::Read))?,
+            release: median(|d| d.report().phases.of(Phase::Release))?,
+        })
     }
 }
 
@@ -70,6 +129,11 @@ pub(crate) struct Summary {
     pub(crate) fenced: Option<Round>,
     /// The same runs by memcpy.
     pub(crate) memcpy: Option<Round>,
+    pub(crate) leases: Leases,
+    pub(crate) fences: Fences,
+    pub(crate) phases: Option<Phases>,
+    /// Null without `--chaos`.
+    pub(crate) chaos: Option<Chaos>,
     /// Decode ranks.
     pub(crate) ranks: usize,
     pub(crate) verified: u64,
@@ -96,6 +160,10 @@ impl Summary {
             full: None,
             fenced: None,
             memcpy: None,
+            leases: Leases::default(),
+            fences: Fences::default(),
+            phases: None,
+            chaos: None,
             ranks: scenario.decode.ranks().count(),
             verified: 0,
             wrong: 0,
@@ -104,8 +172,29 @@ impl Summary {
         }
     }
 
+    /// Adds a round of requests.
+    pub(crate) fn add_delivered(&mut self, scenario: &Scenario, delivered: &[Delivered]) {
+        for d in delivered {
+            self.add_pairs(scenario, &d.report().pairs);
+            self.zeroed += d.report().zeroed.get();
+        }
+        self.fences.add(delivered);
+        self.phases = Phases::of(delivered);
+    }
+
+    /// Adds what became of the leases, once all have ended. Where chaos has found that they don't, it has said so.
+    pub(crate) async fn add_leases(&mut self, service: &Service) -> anyhow::Result<()> {
+        self.leases.offered = service.offers();
+        if self.chaos.as_ref().is_none_or(|chaos| chaos.faults.is_empty()) {
+            for how in service.all_closed().await?.closed.values() {
+                *self.leases.ended.entry(how.name()).or_default() += 1;
+            }
+        }
+        Ok(())
+    }
+
     /// Adds one request's pairs; they come by rank.
-    pub(crate) fn add_pairs(&mut self, scenario: &Scenario, pairs: &[PairReport]) {
+    fn add_pairs(&mut self, scenario: &Scenario, pairs: &[PairReport]) {
         for p in pairs {
             let (src, dst) = (scenario.prefill.label(p.src), scenario.decode.label(p.dst));
             let at = self.pairs.iter().position(|l| l.src == src && l.dst == dst);
@@ -143,9 +232,9 @@ impl Summary {
         }
     }
 
-    /// Whether every byte is right and no other was touched.
+    /// Whether every byte is right and no other was touched, and nothing else is wrong.
     pub(crate) fn is_right(&self) -> bool {
-        self.wrong == 0 && self.outside == 0
+        self.wrong == 0 && self.outside == 0 && self.chaos.as_ref().is_none_or(|chaos| chaos.faults.is_empty())
     }
 
     pub(crate) fn print(&self) {
@@ -192,9 +281,14 @@ impl Summary {
             }
         };
         println!();
-        round("first contact, reads, digests at both ends (full)", self.full);
+        let full = "first contact, reads, digests at both ends (full)";
+        round(if self.chaos.is_some() { "all requests, deaths and repetitions included" } else { full }, self.full);
         round("the same requests again, without digests (fenced)", self.fenced);
         round("the same runs by memcpy, same threads", self.memcpy);
+        self.print_protocol();
+        if let Some(chaos) = &self.chaos {
+            chaos.print();
+        }
         if let Some(fault) = &self.first_fault {
             println!("first fault: {fault}");
         }
@@ -202,5 +296,24 @@ impl Summary {
             "verified {} bytes on {} ranks, {} wrong, {} touched outside",
             self.verified, self.ranks, self.wrong, self.outside
         );
+    }
+
+    /// What the owners did.
+    fn print_protocol(&self) {
+        let listed = |counts: &BTreeMap<&str, u64>| {
+            let words: Vec<String> = counts.iter().map(|(what, n)| format!("{n} {what}")).collect();
+            words.join(", ")
+        };
+        let Leases { offered, ended } = &self.leases;
+        let Fences { held, stale, attempts } = self.fences;
+        println!("leases: {offered} offered, ended: {}", listed(ended));
+        println!("fences: {held} held, {stale} stale; {attempts} attempts for {held} deliveries");
+        if let Some(p) = self.phases {
+            let ms = |seconds: f64| format!("{:.2}", seconds * 1e3);
+            let [link, bind, queue, read, release] = [p.link, p.bind, p.queue, p.read, p.release].map(ms);
+            println!(
+                "phases, medians in ms: link {link}, bind {bind}, read {read} (of which queue {queue}), release {release}"
+            );
+        }
     }
 }
