@@ -78,6 +78,9 @@ pub(crate) enum Progress {
     Refused(JoinError),
 }
 
+/// How a pull has ended. In a box, since it passes through several hands.
+pub(crate) type Outcome = Box<Result<Delivered, Failed>>;
+
 /// A call of the engine.
 #[derive(Debug)]
 pub(crate) enum Command {
@@ -95,7 +98,7 @@ pub(crate) enum Command {
     Pull {
         number: u64,
         wish: Box<PullWish>,
-        done: oneshot::Sender<Result<Delivered, Failed>>,
+        done: oneshot::Sender<Outcome>,
         span: PullSpan,
     },
     Cancel {
@@ -176,7 +179,7 @@ pub(crate) struct Driver {
     progress: watch::Sender<Progress>,
     peers: HashMap<LinkId, Peer>,
     ranks: HashMap<RankLinkId, RankLink>,
-    pulls: HashMap<PullId, oneshot::Sender<Result<Delivered, Failed>>>,
+    pulls: HashMap<PullId, oneshot::Sender<Outcome>>,
     /// Links and rank links that something was sent on since the last flush.
     said: (Vec<LinkId>, Vec<RankLinkId>),
     /// Links whose credits are kept until what they have filled is written.

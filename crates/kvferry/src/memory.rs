@@ -324,3 +324,99 @@ impl fmt::Debug for RankEnd {
         write!(f, "RankEnd({:?})", self.link)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+    use crate::driver::inbox::inbox;
+
+    fn is_readable(fd: BorrowedFd<'_>) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut fds, Some(&now)).unwrap() > 0
+    }
+
+    fn order() -> ToRank {
+        ToRank::GatherEnd(7)
+    }
+
+    #[test]
+    fn a_rank_is_woken_only_if_it_may_sleep() {
+        let (tell, news) = inbox();
+        let rank = RankPort::new(tell).join().unwrap();
+        let mut got = Vec::new();
+        news.take(&mut got);
+        let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
+        let mut orders = Vec::new();
+        owner.send(order());
+        assert_eq!(rank.take(&mut orders), Found::Nothing, "nothing is handed over before a flush");
+        assert!(owner.flush());
+        assert!(is_readable(rank.wake_fd()), "it was asleep");
+        rank.woken();
+        assert_eq!((rank.take(&mut orders), orders.len()), (Found::Orders, 1));
+        orders.clear();
+        owner.send(order());
+        owner.flush();
+        assert!(!is_readable(rank.wake_fd()), "it was awake, and will look before it sleeps");
+        // The last words come before the end.
+        owner.send(order());
+        drop(owner);
+        assert_eq!((rank.take(&mut orders), orders.len()), (Found::Orders, 2));
+        orders.clear();
+        assert_eq!(rank.take(&mut orders), Found::End);
+    }
+
+    #[test]
+    fn a_link_that_one_end_drops_is_closed_at_the_other() {
+        let (tell, news) = inbox();
+        let mut rank = RankPort::new(tell.clone()).join().unwrap();
+        let mut got = Vec::new();
+        news.take(&mut got);
+        let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
+        assert!(!rank.is_open());
+        assert!(owner.accept(RankLinkId(3)) && rank.is_open());
+        drop(rank);
+        owner.send(order());
+        assert!(!owner.flush());
+        news.take(&mut got);
+        assert!(matches!(&got[..], [News::RankClosed(RankLinkId(3), _)]));
+        // A rank that is gone before it was accepted.
+        drop(RankPort::new(tell.clone()).join().unwrap());
+        got.clear();
+        news.take(&mut got);
+        let Some(News::RankJoined(owner)) = got.pop() else { panic!("it did not join") };
+        assert!(!owner.accept(RankLinkId(4)));
+        // Owners, likewise, after the last words.
+        let mut end = MemoryEnd::new(tell, LinkId(9));
+        end.send(PeerMessage::Refused(vec!["no".into()]));
+        drop(end);
+        got.clear();
+        news.take(&mut got);
+        assert!(
+            matches!(&got[..], [News::PeerSaid(LinkId(9), said), News::PeerClosed(LinkId(9), _)] if said.len() == 1)
+        );
+    }
+
+    #[test]
+    fn a_name_has_one_owner_at_a_time() {
+        let (tell, news) = inbox();
+        let crate::Address::Memory(name) = crate::Address::memory("one-owner").unwrap() else { panic!("a name") };
+        let held = Listening::start(&name, tell.clone()).unwrap();
+        assert!(Listening::start(&name, tell.clone()).is_none());
+        assert!(connect(&name, MemoryEnd::new(tell.clone(), LinkId(1))).is_ok());
+        drop(held);
+        let error = connect(&name, MemoryEnd::new(tell.clone(), LinkId(2))).unwrap_err();
+        assert!(error.contains("memory:one-owner"), "{error}");
+        // The refused end says nothing more; the accepted one closes its link when it is dropped.
+        let mut got = Vec::new();
+        news.take(&mut got);
+        assert!(matches!(&got[..], [News::MemoryAccepted(_)]));
+        drop(got);
+        let mut got = Vec::new();
+        news.take(&mut got);
+        assert!(matches!(&got[..], [News::PeerClosed(LinkId(1), _)]));
+        drop(Listening::start(&name, tell).unwrap());
+    }
+}

@@ -108,7 +108,7 @@ impl OwnerBuilder {
 
 /// Starts an owner, with or without a socket for its ranks.
 pub(crate) async fn start(options: Options, ranks: u32, rank_socket: bool) -> Result<Owner, StartError> {
-    options.config.check()?;
+    options.check()?;
     let epoch = Epoch::new(random().map_err(StartError::Random)?);
     let session = OwnerSession::new(options.session(ranks, epoch)?)?;
     let security = options.security()?;

@@ -8,7 +8,7 @@ use kvferry_proto::rank::PullId;
 use kvferry_session::{Delivered, Failed};
 use tokio::sync::oneshot;
 
-use crate::driver::Command;
+use crate::driver::{Command, Outcome};
 use crate::owner::{CallError, Caller};
 
 /// A pull in progress: a future of how it ends. Dropping it gives the pull up; its blocks may be written for a little while
@@ -16,12 +16,12 @@ use crate::owner::{CallError, Caller};
 #[derive(Debug)]
 pub struct PullHandle {
     id: PullId,
-    result: Option<oneshot::Receiver<Result<Delivered, Failed>>>,
+    result: Option<oneshot::Receiver<Outcome>>,
     caller: Arc<Caller>,
 }
 
 impl PullHandle {
-    pub(crate) fn new(id: PullId, result: oneshot::Receiver<Result<Delivered, Failed>>, caller: Arc<Caller>) -> Self {
+    pub(crate) fn new(id: PullId, result: oneshot::Receiver<Outcome>, caller: Arc<Caller>) -> Self {
         Self { id, result: Some(result), caller }
     }
 
@@ -49,7 +49,7 @@ impl Future for PullHandle {
         polled.map(|answer| {
             self.result = None;
             match answer {
-                Ok(result) => result.map_err(|failed| PullError::Failed(Box::new(failed))),
+                Ok(result) => (*result).map_err(|failed| PullError::Failed(Box::new(failed))),
                 Err(_) => Err(PullError::Shutdown),
             }
         })

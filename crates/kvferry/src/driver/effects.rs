@@ -61,7 +61,7 @@ impl Driver {
                 Effect::PullEnded { pull, result } => {
                     if let Some(done) = self.pulls.remove(&pull) {
                         // Nobody waits for an abandoned pull.
-                        drop(done.send(*result));
+                        drop(done.send(result));
                     }
                 }
                 // The session knows no other effects; a newer one would be for a newer driver.

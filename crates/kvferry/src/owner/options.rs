@@ -9,7 +9,7 @@ use kvferry_proto::names::{Epoch, ModelIdentity};
 use kvferry_session::owner::OwnerConfig;
 
 use super::StartError;
-use crate::config::{AllowedAs, EngineConfig, SecurityMode, SecurityOptions};
+use crate::config::{AllowedAs, ConfigErrors, EngineConfig, SecurityMode, SecurityOptions};
 use crate::secure::{AllowedPeer, Security, SecurityError, SharedKeyOptions, TlsOptions};
 
 /// Bounds on sockets; what runs is not harmed by what is beyond them. The defaults are for thousands of peers.
@@ -49,6 +49,14 @@ pub(crate) struct Options {
 impl Options {
     pub(crate) fn new(config: EngineConfig, spec: ModelSpec, groups: Vec<CacheGroup>) -> Self {
         Self { config, spec, groups, identity: None, security: None }
+    }
+
+    /// What makes no sense together. Addresses are judged when they are bound: how links are protected may be said beside the
+    /// configuration.
+    pub(crate) fn check(&self) -> Result<(), ConfigErrors> {
+        let mut config = self.config.clone();
+        (config.control.listen, config.control.advertise) = (None, None);
+        config.check()
     }
 
     /// How links are protected.
