@@ -53,6 +53,7 @@ pub(crate) struct Engine {
     /// By rank, the cache's regions.
     pub(crate) memory: Vec<Vec<Region>>,
     shape: (ModelSpec, Vec<RankManifest>),
+    staging: Option<(usize, StagingConfig)>,
     links: Vec<RankLinkId>,
     connects: Vec<LinkId>,
     said: VecDeque<PeerMessage>,
@@ -70,6 +71,7 @@ pub(crate) struct Engine {
 pub(crate) type Heard = fn(PeerMessage) -> PeerMessage;
 
 pub(crate) struct World {
+    pub(crate) network: MemNetwork,
     pub(crate) p: Engine,
     pub(crate) d: Engine,
     /// The consumer's and the producer's name for the link.
@@ -86,6 +88,30 @@ fn frame(bytes: &[u8]) -> Frame {
     let mut reader = FrameReader::default();
     reader.extend(bytes);
     reader.next_frame().unwrap().unwrap()
+}
+
+/// One life of a rank, its cache's regions, and whether its transport takes no note of cancels.
+fn begin(
+    who: RankIdentity,
+    network: &MemNetwork,
+    manifest: &RankManifest,
+    staging: Option<(usize, StagingConfig)>,
+    script: Script,
+) -> (RankSession, Vec<Region>, Arc<AtomicBool>) {
+    let late = Late::new(Faulty::new(network.endpoint().unwrap(), script), Arc::default());
+    let deaf = late.deaf.clone();
+    let mut transport: Box<dyn Transport> = Box::new(late);
+    let len = |r: &kvferry_geometry::layout::Region| usize::try_from(r.len.get()).unwrap();
+    let regions: Vec<Region> = manifest.layout.regions.iter().map(|r| Region::zeroed(len(r)).unwrap()).collect();
+    let mut cache = LocalCache::register(&mut *transport, manifest.clone(), regions.clone()).unwrap();
+    if let Some((bytes, _)) = staging {
+        cache = cache.with_staging(&mut *transport, Region::zeroed(bytes).unwrap()).unwrap();
+    }
+    let mut session = RankSession::new(who, transport, cache);
+    if let Some((_, config)) = staging {
+        session = session.with_staging(config).unwrap();
+    }
+    (session, regions, deaf)
 }
 
 pub(crate) const KEY: ContentKey = ContentKey::from_bytes([7; 32]);
@@ -107,24 +133,12 @@ impl Engine {
         let (mut sessions, mut memory, mut links, mut deaf) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut script = Some(shape.script);
         for (rank, manifest) in (0u32..).map(RankId::new).zip(&shape.ranks) {
-            let faulty = Faulty::new(network.endpoint().unwrap(), script.take().unwrap_or_default());
-            let late = Late::new(faulty, Arc::default());
-            deaf.push(late.deaf.clone());
-            let mut transport: Box<dyn Transport> = Box::new(late);
-            let len = |r: &kvferry_geometry::layout::Region| usize::try_from(r.len.get()).unwrap();
-            let regions: Vec<Region> =
-                manifest.layout.regions.iter().map(|r| Region::zeroed(len(r)).unwrap()).collect();
-            let mut cache = LocalCache::register(&mut *transport, manifest.clone(), regions.clone()).unwrap();
-            if let Some((bytes, _)) = shape.staging {
-                cache = cache.with_staging(&mut *transport, Region::zeroed(bytes).unwrap()).unwrap();
-            }
             let who = RankIdentity { engine: engine(), rank, epoch: Epoch::new(2) };
-            let mut session = RankSession::new(who, transport, cache);
-            if let Some((_, config)) = shape.staging {
-                session = session.with_staging(config).unwrap();
-            }
+            let script = script.take().unwrap_or_default();
+            let (session, regions, is_deaf) = begin(who, network, manifest, shape.staging, script);
             sessions.push(session);
             memory.push(regions);
+            deaf.push(is_deaf);
             links.push(owner.accept_rank(Duration::ZERO));
         }
         Self {
@@ -132,6 +146,7 @@ impl Engine {
             ranks: sessions,
             memory,
             shape: (shape.spec, shape.ranks),
+            staging: shape.staging,
             links,
             connects: Vec::new(),
             said: VecDeque::new(),
@@ -141,6 +156,21 @@ impl Engine {
             permutes: true,
             deaf,
         }
+    }
+
+    /// A rank's process is killed.
+    pub(crate) fn kill(&mut self, rank: usize, now: Duration) {
+        self.owner.rank_closed(self.links[rank], "killed", now);
+    }
+
+    /// It begins anew, with memory of its own, in which there is nothing yet.
+    pub(crate) fn revive(&mut self, rank: usize, network: &MemNetwork, now: Duration) {
+        let engine = self.owner.snapshot(now).engine;
+        let id = RankId::new(u32::try_from(rank).unwrap());
+        let who = RankIdentity { engine, rank: id, epoch: Epoch::new(3) };
+        let (session, regions, deaf) = begin(who, network, &self.shape.1[rank], self.staging, Script::default());
+        (self.ranks[rank], self.memory[rank], self.deaf[rank]) = (session, regions, deaf);
+        self.links[rank] = self.owner.accept_rank(now);
     }
 
     fn step(&mut self, now: Duration) {
@@ -319,7 +349,7 @@ impl World {
     pub(crate) fn new(p: Shape, d: Shape) -> Self {
         let network = MemNetwork::new(5);
         let (p, d) = (Engine::new("p", &network, p), Engine::new("d", &network, d));
-        let mut world = Self { p, d, link: None, now: Duration::ZERO, leases: 0, heard: |m| m, asked: |m| m };
+        let mut world = Self { network, p, d, link: None, now: Duration::ZERO, leases: 0, heard: |m| m, asked: |m| m };
         world.run(3);
         assert!(world.p.owner.manifest().is_some() && world.d.owner.manifest().is_some());
         world

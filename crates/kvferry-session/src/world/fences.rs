@@ -356,3 +356,58 @@ fn another_replica_gives_the_same_bytes() {
     assert_eq!(w.p.closed[0].1, Closing::Read);
     assert_eq!(w.p.closed[0].0.attempt.get(), 1);
 }
+
+/// A rank of the producer is killed while it is read, and begins anew with nothing in its memory: the request fails, what is offered
+/// then is read in the engine's new life, and no byte comes from the old one.
+#[test]
+fn rs_01_a_producers_rank_begins_anew() {
+    let mut w = world([(0, OpFault::Delay(secs(5)))]);
+    w.p.fill(1, &source());
+    let fence = offer_for(&mut w, 1, Ttl::Usual);
+    let pull = start(&mut w, &fence, 1);
+    w.run(20);
+    let unread = offer_for(&mut w, 2, Ttl::Usual);
+    w.p.kill(3, w.now);
+    w.run(3);
+    w.p.revive(3, &w.network, w.now);
+    w.now += secs(6);
+    w.run(60);
+    let ended = w.end_of(pull).unwrap();
+    assert_eq!(*cause(&ended), FailureCause::LeaseClosed { how: Closing::RankLost });
+    assert_eq!(w.p.closed, [(fence.clone(), Closing::RankLost), (unread.clone(), Closing::RankLost)]);
+    w.p.fill(1, &source());
+    let next = offer_for(&mut w, 3, Ttl::Usual);
+    assert_eq!(next.epoch, fence.epoch.after());
+    let wish = w.wish(&next, N, destination(2));
+    let pull = w.d.owner.pull(wish, w.now);
+    w.run(60);
+    w.end_of(pull).unwrap().unwrap();
+    assert!(is_there(&w, 2) && !is_there(&w, 1));
+    let stale = start(&mut w, &unread, 3);
+    w.run(60);
+    assert!(matches!(cause(&w.end_of(stale).unwrap()), FailureCause::StaleEpoch { .. }));
+}
+
+/// A rank of the consumer is killed while it reads, and begins anew: what it was to write is in quarantine until then.
+#[test]
+fn rs_01_a_consumers_rank_begins_anew() {
+    let mut w = world([(0, OpFault::Delay(secs(5)))]);
+    w.p.fill(1, &source());
+    let fence = offer_for(&mut w, 1, Ttl::Usual);
+    let pull = start(&mut w, &fence, 1);
+    w.run(20);
+    w.d.kill(0, w.now);
+    w.run(30);
+    let failed = w.end_of(pull).unwrap().unwrap_err();
+    assert_eq!((failed.report.in_doubt, w.d.owner.quarantined()), (vec![RankId::new(0)], 4));
+    assert_eq!(w.p.closed, [(fence, Closing::Abandoned)]);
+    w.d.revive(0, &w.network, w.now);
+    w.run(10);
+    assert_eq!(w.d.owner.quarantined(), 0);
+    let next = offer_for(&mut w, 2, Ttl::Usual);
+    let wish = w.wish(&next, N, destination(1));
+    let pull = w.d.owner.pull(wish, w.now);
+    w.run(60);
+    w.end_of(pull).unwrap().unwrap();
+    assert!(is_there(&w, 1));
+}
