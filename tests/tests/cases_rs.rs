@@ -31,10 +31,15 @@ impl Mortal {
         self.runtime.shutdown_background();
     }
 
-    fn kill(self) {
+    async fn kill(self) {
+        let Address::Tcp(at) = self.engine.address() else { panic!("it listens on TCP") };
         self.runtime.shutdown_background();
         // Its ranks see their owner end, and end.
         drop(self.engine);
+        // Its port is free when its driver is gone.
+        while std::net::TcpListener::bind(at).is_err() {
+            tokio::time::sleep(SECOND / 100).await;
+        }
     }
 }
 
@@ -62,7 +67,7 @@ async fn rs_01_another_engine_on_the_same_port() {
         }
     };
     tokio::time::timeout(10 * SECOND, reading).await.expect("both read");
-    first.kill();
+    first.kill().await;
     for handle in in_flight {
         let ended = tokio::time::timeout(10 * SECOND, handle).await.expect("it ends, though its read would take long");
         assert!(matches!(ended, Err(PullError::Failed(_))), "{ended:?}");
@@ -99,7 +104,7 @@ async fn rs_01_the_same_engine_in_another_life() {
     let (read, old) =
         (first.engine.owner.offer(offer()).await.unwrap(), first.engine.owner.offer(offer()).await.unwrap());
     assert!(pull(&d, &read, wish_into(0, Assurance::Fenced)).await.is_ok());
-    first.kill();
+    first.kill().await;
     let second = Mortal::start("prefill", &network, at, prefill_shape()).await;
     assert_ne!(second.engine.owner.epoch(), epoch);
     fill(&second.engine, &d);
@@ -130,7 +135,7 @@ async fn rs_01_a_consumer_that_comes_back_is_a_new_one() {
     };
     tokio::time::timeout(10 * SECOND, bound).await.expect("it is bound");
     let at = first.engine.address();
-    first.kill();
+    first.kill().await;
     assert!(matches!(reading.await, Err(PullError::Shutdown)));
     assert_eq!(
         event(&mut events).await,

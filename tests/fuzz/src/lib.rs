@@ -32,6 +32,7 @@ pub mod secure;
 pub mod settings;
 pub mod wire;
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt::{Debug, Display};
 
@@ -88,8 +89,8 @@ pub struct Target {
     pub is_text: bool,
     /// The most bytes that one input may need at a time, [`LONGEST`] bytes long at most.
     pub memory: usize,
-    /// Where more is done with what was read than to read it: only reads it, which may need [`DECODER`] bytes at most.
-    pub read: Option<fn(&[u8])>,
+    /// Where more is done with what was read than to read it: only reads it, and gives the most bytes that this may need.
+    pub read: Option<fn(&[u8]) -> usize>,
 }
 
 /// The longest input, in bytes, for which a target's [`memory`](Target::memory) is promised.
@@ -97,6 +98,8 @@ pub const LONGEST: usize = 4096;
 
 /// What the decoder of an input from a peer, a router or a file of ours may need.
 pub const DECODER: usize = 1 << 20;
+/// What a message with an engine's description may need besides: the runs that prove its blocks apart are listed, 2^20 of them at most.
+pub const PROOF: usize = 128 << 20;
 /// Where an engine is described, described again, planned and compared besides: the list that proves a layout free from overlap is
 /// the largest piece.
 const WHOLE: usize = 256 << 20;
@@ -124,11 +127,13 @@ impl Target {
             assert!(kept, "{}: an input of {} bytes needs {bytes}, more than {most}", self.name, data.len());
         };
         if let Some(read) = self.read {
+            let most = Cell::new(0);
             let only = || {
-                read(data);
+                most.set(read(data));
                 Reached::default()
             };
-            within(peak(&only).1, DECODER);
+            let (_, bytes) = peak(&only);
+            within(bytes, most.get());
         }
         let (reached, bytes) = peak(&|| (self.run)(data));
         within(bytes, self.memory);
