@@ -11,6 +11,8 @@ use kvferry_geometry::request::{BlockTable, BoundRequest, DstPaged, Request, Src
 use kvferry_geometry::spec::{Component, Item, ModelSpec, PagedItem};
 use kvferry_geometry::units::{BlockId, ItemId, TokenRange, Tokens};
 
+pub mod engines;
+pub mod instant;
 pub mod measure;
 
 /// Llama-3.1-70B: 80 layers, 8 KV heads of 128 in bf16.

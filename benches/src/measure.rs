@@ -16,8 +16,19 @@ pub fn number(name: &str, default: usize) -> usize {
 }
 
 /// CPU time of this process so far, all threads.
-fn cpu() -> Duration {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+#[must_use]
+pub fn cpu() -> Duration {
+    clock(rustix::time::ClockId::ProcessCPUTime)
+}
+
+/// CPU time of this thread so far.
+#[must_use]
+pub fn thread_cpu() -> Duration {
+    clock(rustix::time::ClockId::ThreadCPUTime)
+}
+
+fn clock(id: rustix::time::ClockId) -> Duration {
+    let now = rustix::time::clock_gettime(id);
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 

@@ -1,5 +1,6 @@
 //! Digests of descriptions: BLAKE3 over a length-prefixed encoding, so that no two descriptions share one.
 
+use alloc::vec::Vec;
 use core::fmt;
 
 /// 32 bytes that name a description.
@@ -38,19 +39,25 @@ impl fmt::Debug for Digest {
     }
 }
 
+/// Bytes that are collected before they are hashed: many at a time are hashed in parallel.
+const TOGETHER: usize = 16 << 10;
+
 /// Collects fields. Every field has a fixed width or a length before it, and every list its count.
-pub(crate) struct Digester(blake3::Hasher);
+pub(crate) struct Digester {
+    hasher: blake3::Hasher,
+    waiting: Vec<u8>,
+}
 
 impl Digester {
     /// `domain` keeps digests of different kinds apart.
     pub(crate) fn new(domain: &str) -> Self {
-        let mut d = Self(blake3::Hasher::new());
+        let mut d = Self { hasher: blake3::Hasher::new(), waiting: Vec::new() };
         d.text(domain);
         d
     }
 
     pub(crate) fn number(&mut self, n: u64) {
-        self.0.update(&n.to_le_bytes());
+        self.bytes(&n.to_le_bytes());
     }
 
     pub(crate) fn count(&mut self, n: usize) {
@@ -59,10 +66,19 @@ impl Digester {
 
     pub(crate) fn text(&mut self, s: &str) {
         self.count(s.len());
-        self.0.update(s.as_bytes());
+        self.bytes(s.as_bytes());
     }
 
-    pub(crate) fn finish(self) -> Digest {
-        Digest(*self.0.finalize().as_bytes())
+    pub(crate) fn finish(mut self) -> Digest {
+        self.hasher.update(&self.waiting);
+        Digest(*self.hasher.finalize().as_bytes())
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.waiting.extend_from_slice(bytes);
+        if self.waiting.len() >= TOGETHER {
+            self.hasher.update(&self.waiting);
+            self.waiting.clear();
+        }
     }
 }

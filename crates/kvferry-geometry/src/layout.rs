@@ -173,6 +173,21 @@ pub enum View {
 }
 
 impl View {
+    /// Whether two views are the same but for the region.
+    pub(crate) fn is_alike(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Paged(a), Self::Paged(b)) => {
+                let of = |v: &PagedView| (v.offset, v.block_stride, v.blocks, v.block_size, v.kernel);
+                of(a) == of(b) && a.components == b.components
+            }
+            (Self::State(a), Self::State(b)) => {
+                let of = |v: &StateView| (v.offset, v.slot_stride, v.slots);
+                of(a) == of(b) && a.parts == b.parts
+            }
+            _ => false,
+        }
+    }
+
     /// The view, of a paged item.
     #[must_use]
     pub fn as_paged(&self) -> Option<&PagedView> {

@@ -134,7 +134,8 @@ fn proofs_of_overlap_share_one_budget() {
             blocks: 1 << 16,
             block_size: 1,
             kernel: KernelBlock { size: 1, stride: Bytes::new(8) },
-            components: vec![ComponentView::new("kv".into(), 0, 16 * 100 + 8, 8)],
+            // No two alike: each needs a proof of its own.
+            components: vec![ComponentView::new("kv".into(), 0, 16 * (100 + u64::from(region)) + 8, 8)],
         })
     };
     let len = Bytes::new(1 << 24);

@@ -248,7 +248,13 @@ impl CacheLayout {
             return Err(errors);
         }
         let mut sound = vec![false; expected];
+        // Items are mostly alike: what was proven of one needs no proof for the next.
+        let mut proven: Option<ItemId> = None;
         for (id, item) in spec.iter() {
+            if proven.is_some_and(|before| self.is_alike(spec, placement, before, id)) {
+                sound[id.index()] = true;
+                continue;
+            }
             let name = &item.name;
             match (&placement[id.index()], &self.views[id.index()]) {
                 (None, None) => {}
@@ -258,6 +264,9 @@ impl CacheLayout {
                     let before = errors.len();
                     self.check_item(item, p, view, &mut errors);
                     sound[id.index()] = errors.len() == before;
+                    if sound[id.index()] {
+                        proven = Some(id);
+                    }
                 }
             }
         }
@@ -265,6 +274,19 @@ impl CacheLayout {
             self.check_overlap(spec, placement, group, &sound, budget, &mut errors);
         }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// Whether two items are of one kind, placed and laid out alike, each in a region of the same length.
+    fn is_alike(&self, spec: &ModelSpec, placement: &RankPlacement, a: ItemId, b: ItemId) -> bool {
+        let of = |id: ItemId| {
+            let view = self.views.get(id.index())?.as_ref()?;
+            let len = self.regions.get(view.region().index())?.len;
+            Some((&spec.get(id)?.kind, placement.get(id.index())?.as_ref()?, view, len))
+        };
+        match (of(a), of(b)) {
+            (Some(a), Some(b)) => a.0 == b.0 && a.1 == b.1 && a.3 == b.3 && a.2.is_alike(b.2),
+            _ => false,
+        }
     }
 
     fn check_item(&self, item: &Item, placement: &Placement, view: &View, errors: &mut Vec<LayoutError>) {
@@ -318,8 +340,13 @@ impl CacheLayout {
             .filter_map(|&id| Some((view_of(id)?.region(), id)))
             .collect();
         by_region.sort_unstable();
+        let mut proven: Option<ItemId> = None;
         for members in by_region.chunk_by(|a, b| a.0 == b.0) {
             let region = members[0].0;
+            let alone = if let [(_, id)] = members { Some(*id) } else { None };
+            if alone.zip(proven).is_some_and(|(id, before)| self.is_alike(spec, placement, before, id)) {
+                continue;
+            }
             let extents_of = |id: ItemId| {
                 let (item, p, view) = (spec.get(id)?, placement.get(id.index())?.as_ref()?, view_of(id)?);
                 Some(overlap::extents(item, p, view).into_iter().map(move |e| (id, e)))
@@ -327,7 +354,7 @@ impl CacheLayout {
             let members: Vec<_> = members.iter().filter_map(|&(_, id)| extents_of(id)).flatten().collect();
             let name = |id: ItemId| spec.get(id).map_or_else(|| "?".into(), |i| i.name.clone());
             match overlap::prove_disjoint(members, budget) {
-                Ok(()) => {}
+                Ok(()) => proven = alone.or(proven),
                 Err(overlap::Failure::Overlap(a, b)) => {
                     errors.push(LayoutError::Overlap { first: name(a), second: name(b), region });
                 }

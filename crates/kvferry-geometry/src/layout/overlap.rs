@@ -1,17 +1,21 @@
 //! The proof that no two places of a set of strided extents share a byte.
 //!
-//! Nested strides prove it at once; what they can't prove, a sorted list of the runs of one block does, within a stated
-//! amount of work.
+//! Nested strides prove it at once; what they can't prove, going through the runs of one block in order does, within a stated
+//! amount of work and of memory.
 
+use alloc::collections::BinaryHeap;
 use alloc::vec::Vec;
+use core::cmp::Reverse;
 
 use super::{ComponentView, PagedView, PartView, StateView, View};
 use crate::placement::{PagedPlacement, Placement, StatePlacement};
 use crate::spec::{Item, ItemKind, PagedItem, StateItem, ValueHeads};
 use crate::units::{Bytes, ItemId};
 
-/// The most runs that the fallback lists for one set of places that meet.
+/// The most runs that are gone through for one set of places that meet.
 pub(super) const MAX_RUNS: u64 = 1 << 20;
+/// The most parts that extents are cut in, each of which gives its runs in order: some hundred kibibytes.
+const MAX_PARTS: usize = 1 << 11;
 
 /// `run` bytes at `offset` and at every step of the loops.
 #[derive(Clone, Debug)]
@@ -48,6 +52,30 @@ impl Extent {
     /// One past the last byte.
     pub(super) fn end(&self) -> u128 {
         self.offset + self.span()
+    }
+
+    /// Whether its runs, loop by loop, come in the order of their starts and don't meet each other.
+    fn ascends(&self) -> bool {
+        let mut inside = self.run;
+        self.dims.iter().rev().all(|(count, stride)| {
+            let clears = inside <= *stride;
+            inside += (count - 1) * stride;
+            clears
+        })
+    }
+
+    /// The start of the run after the one that starts here, at these places of the loops.
+    fn following(&self, start: u128, places: &mut [u128]) -> Option<u128> {
+        let mut start = start;
+        for (place, (count, stride)) in places.iter_mut().zip(&self.dims).rev() {
+            *place += 1;
+            if *place < *count {
+                return Some(start + stride);
+            }
+            *place = 0;
+            start -= (count - 1) * stride;
+        }
+        None
     }
 
     fn span(&self) -> u128 {
@@ -148,32 +176,62 @@ fn prove_cluster(members: Vec<(ItemId, Extent)>, budget: &mut u64) -> Result<(),
     by_listing(&members, budget)
 }
 
-/// Lists every run and looks for two that meet.
+/// Goes through every run in order and looks for two that meet.
 fn by_listing(members: &[(ItemId, Extent)], budget: &mut u64) -> Result<(), Failure> {
     let runs = |e: &Extent| e.dims.iter().map(|d| d.0).fold(1u128, u128::saturating_mul);
     let total = members.iter().map(|(_, e)| runs(e)).fold(0u128, u128::saturating_add);
-    if total > u128::from(MAX_RUNS) {
-        return shrink(members, budget);
-    }
+    let parts = if total > u128::from(MAX_RUNS) { None } else { ascending(members) };
+    let Some(parts) = parts else { return shrink(members, budget) };
     let cost = u64::try_from(total).unwrap_or(u64::MAX);
     *budget =
         budget.checked_sub(cost).ok_or_else(|| Failure::Unprovable(members.first().map_or(ItemId::ZERO, |m| m.0)))?;
-    let mut list: Vec<(u128, u128, ItemId)> = Vec::new();
-    for (id, e) in members {
-        let mut starts = alloc::vec![e.offset];
-        for &(count, stride) in &e.dims {
-            starts = starts.iter().flat_map(|s| (0..count).map(move |i| s + i * stride)).collect();
+    let mut last: Option<(u128, ItemId)> = None;
+    for (start, end, id) in merged(&parts) {
+        match last {
+            Some((until, of)) if start < until => return Err(Failure::Overlap(of, id)),
+            _ => last = Some((end, id)),
         }
-        list.extend(starts.into_iter().map(|s| (s, s + e.run, *id)));
     }
-    list.sort_unstable();
-    match list.windows(2).find(|w| w[1].0 < w[0].1) {
-        Some(w) => Err(Failure::Overlap(w[0].2, w[1].2)),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
-/// Too many runs to list. Where all share their outermost loop, overlap between steps `i` and `j` depends only on
+/// The same runs as extents which each give their own in order; `None` if these would be too many.
+fn ascending(members: &[(ItemId, Extent)]) -> Option<Vec<(ItemId, Extent)>> {
+    let mut parts = Vec::new();
+    for (id, e) in members {
+        // Loops are undone from the outside until what is left ascends.
+        let mut open = alloc::vec![e.clone()];
+        while !open.first()?.ascends() {
+            let (count, stride) = open.first()?.dims.first().copied()?;
+            let many = usize::try_from(count).ok()?.checked_mul(open.len())?;
+            if many.checked_add(parts.len())? > MAX_PARTS {
+                return None;
+            }
+            let inside =
+                |e: &Extent, i: u128| Extent { offset: e.offset + i * stride, dims: e.dims[1..].to_vec(), ..*e };
+            open = open.iter().flat_map(|e| (0..count).map(move |i| inside(e, i))).collect();
+        }
+        parts.extend(open.into_iter().map(|e| (*id, e)));
+    }
+    (parts.len() <= MAX_PARTS).then_some(parts)
+}
+
+/// The runs of extents that give their own in order, in the order of all: start, end, whose.
+fn merged(members: &[(ItemId, Extent)]) -> impl Iterator<Item = (u128, u128, ItemId)> {
+    let mut places: Vec<Vec<u128>> = members.iter().map(|(_, e)| alloc::vec![0; e.dims.len()]).collect();
+    let mut next: BinaryHeap<Reverse<(u128, usize)>> =
+        members.iter().enumerate().map(|(at, (_, e))| Reverse((e.offset, at))).collect();
+    core::iter::from_fn(move || {
+        let Reverse((start, at)) = next.pop()?;
+        let (id, e) = &members[at];
+        if let Some(following) = e.following(start, &mut places[at]) {
+            next.push(Reverse((following, at)));
+        }
+        Some((start, start + e.run, *id))
+    })
+}
+
+/// Too many runs to go through. Where all share their outermost loop, overlap between steps `i` and `j` depends only on
 /// `j - i`, and steps further apart than the inside is long can't meet: so a few steps stand for all of them.
 fn shrink(members: &[(ItemId, Extent)], budget: &mut u64) -> Result<(), Failure> {
     let fail = |m: &[(ItemId, Extent)]| Failure::Unprovable(m.first().map_or(ItemId::ZERO, |m| m.0));
