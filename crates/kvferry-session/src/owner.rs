@@ -13,7 +13,7 @@
 //! | `ranks` | our own ranks: joining, leaving, joining again |
 //! | `links`, `roads` | links to other owners, and how to come to them; retries |
 //! | `leases`, `asks` | what we offer, and what is asked about it |
-//! | `pulls`, `ends`, `questions` | what we read: on the way, ending, and what our ranks ask meanwhile |
+//! | `pulls`, `attempts`, `ends`, `questions` | what we read: on the way, once more, ending, and what our ranks ask meanwhile |
 //! | `beats` | the heartbeats of what we read |
 //! | `loans` | which blocks are lent to whom |
 
@@ -36,6 +36,7 @@ use kvferry_proto::rank::{FromRank, PullId, ToRank};
 use crate::snapshot::Snapshot;
 
 mod asks;
+mod attempts;
 mod beats;
 mod config;
 mod effect;

@@ -106,7 +106,8 @@ pub struct RankSession {
     cache: LocalCache,
     standing: Standing,
     peers: BTreeMap<Digest, Known>,
-    pulls: BTreeMap<PullId, Pull>,
+    /// Boxed: a tree of large values moves them about.
+    pulls: BTreeMap<PullId, Box<Pull>>,
     /// Slices that wait to be posted.
     queue: Queue,
     /// Requests of which nothing was posted yet, by when they are late.
@@ -233,7 +234,7 @@ impl RankSession {
         self.compare_slice(slice);
         self.serve_granted();
         self.pump();
-        let busy = !self.jobs.is_empty() || self.pulls.values().any(Pull::has_work);
+        let busy = !self.jobs.is_empty() || self.pulls.values().any(|p| p.has_work());
         if busy || self.end.is_called() {
             return Some(now);
         }
@@ -284,7 +285,7 @@ impl RankSession {
     fn start_pull(&mut self, order: &PullOrder) {
         match self.plan(order) {
             Ok(pull) => {
-                self.pulls.insert(order.pull, pull);
+                self.pulls.insert(order.pull, Box::new(pull));
                 self.acquire(order.pull);
                 self.ask_to_gather(order.pull);
                 self.enqueue(order.pull);
@@ -366,7 +367,7 @@ impl RankSession {
                 self.segment_lost();
             }
         }
-        if self.pulls.get(&id).is_some_and(Pull::has_failed) {
+        if self.pulls.get(&id).is_some_and(|p| p.has_failed()) {
             self.dequeue(id);
         }
         match next {

@@ -50,7 +50,7 @@ pub(super) struct LeaseView<'a> {
 
 #[derive(Debug, Default)]
 pub(super) struct Leases {
-    open: BTreeMap<LeaseId, Open>,
+    open: BTreeMap<LeaseId, Box<Open>>,
     /// When a lease ends that has an end.
     ends: Timers<LeaseId>,
     /// What each link has bound.
@@ -80,7 +80,7 @@ impl Leases {
             self.ends.set(lease, end);
         }
         let state = State::Offered(Offered::new(fence, offer, term));
-        self.open.insert(lease, Open { state, since: now, places });
+        self.open.insert(lease, Box::new(Open { state, since: now, places }));
     }
 
     /// A lease that this link has bound, by this attempt.

@@ -8,9 +8,9 @@ use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{
-    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReadsEnd, Release, ReleaseAnswer,
+    BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReleaseAnswer,
 };
-use kvferry_proto::rank::{Pairing, PullOrder, RankFault, Stage, ToRank};
+use kvferry_proto::rank::{Pairing, PullOrder, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
 
 use super::ends::lost;
@@ -91,7 +91,7 @@ pub(super) struct Pull {
     /// By when it must have ended.
     deadline: Duration,
     /// When its lease ends, as far as is known here; `None`: it has no end, or none is known.
-    lease_end: Option<Duration>,
+    pub(super) lease_end: Option<Duration>,
     pub(super) attempt: Attempt,
     pub(super) state: State,
     /// What it does, and since when.
@@ -160,7 +160,8 @@ impl Pull {
 #[derive(Debug, Default)]
 pub(super) struct Pulls {
     last: u64,
-    pub(super) open: BTreeMap<PullId, Pull>,
+    /// Boxed: a tree of large values moves them about.
+    pub(super) open: BTreeMap<PullId, Box<Pull>>,
     /// By lease, whatever the attempt, and its engine.
     by_lease: BTreeMap<(LeaseId, kvferry_proto::names::Epoch), PullId>,
     pub(super) due: Timers<PullId>,
@@ -241,7 +242,7 @@ impl Pulls {
     }
 
     /// Nothing is kept of it.
-    pub(super) fn remove(&mut self, id: PullId) -> Option<Pull> {
+    pub(super) fn remove(&mut self, id: PullId) -> Option<Box<Pull>> {
         let pull = self.open.remove(&id)?;
         self.by_lease.remove(&(pull.wish.fence.lease, pull.wish.fence.epoch));
         self.due.remove(id);
@@ -318,7 +319,7 @@ impl OwnerSession {
             since: started,
             phases: Phases::default(),
         };
-        self.pulls.open.insert(id, pull);
+        self.pulls.open.insert(id, Box::new(pull));
         self.pulls.due.set(id, deadline);
         self.effects.push_back(Effect::Phase { pull: id, phase: Phase::Link });
         match self.roads.link(road) {
@@ -381,7 +382,7 @@ impl OwnerSession {
     }
 
     /// Binds the lease by the attempt that is due.
-    fn bind(&mut self, id: PullId, link: LinkId) {
+    pub(super) fn bind(&mut self, id: PullId, link: LinkId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let fence = pull.fence();
         let salt = pairing_salt(&self.config.engine, fence.lease, fence.attempt);
@@ -439,16 +440,6 @@ impl OwnerSession {
             },
             Some(other) => self.put(id, other),
             None => {}
-        }
-    }
-
-    /// A further attempt was refused: the one before it is still bound at the producer.
-    pub(super) fn release_former(&mut self, id: PullId, link: LinkId) {
-        let Some(pull) = self.pulls.open.get(&id) else { return };
-        let former = pull.attempt.get().checked_sub(1).filter(|n| *n >= pull.wish.fence.attempt.get());
-        if let Some(former) = former {
-            let fence = Fence { attempt: Attempt::new(former), ..pull.wish.fence.clone() };
-            self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
         }
     }
 
@@ -552,40 +543,6 @@ impl OwnerSession {
         };
         self.send_peer(link, PeerMessage::Release(ended.abandon()));
         self.fail(id, cause, Some(&ended));
-    }
-
-    /// Whether reads that have failed are worth another attempt: sources could not be reached or read, all has stopped, and the
-    /// next map of peers names others.
-    fn another_attempt(&mut self, id: PullId, link: LinkId, ended: &Ended) -> Option<Wanted> {
-        let pull = self.pulls.open.get(&id)?;
-        let made = pull.attempt.get().saturating_sub(pull.wish.fence.attempt.get()).saturating_add(1);
-        let of_source = |fault: &RankFault| {
-            let stage = matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Cancelled);
-            stage && !fault.in_doubt && fault.bad.is_empty()
-        };
-        let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
-        let worth = made < pull.wish.attempts && !pull.is_late(self.now) && sources;
-        // A rank of ours that is gone reads nothing by another map either.
-        if !worth || !self.links.knows_leases(link) || !matches!(self.life, Life::Ready(_)) {
-            return None;
-        }
-        let wanted = ended.again(pull.wish.content_key)?;
-        let (before, lease) = (pull.pairing?.peer_map, pull.wish.fence.lease);
-        let options = self.peer_options(pairing_salt(&self.config.engine, lease, wanted.fence().attempt));
-        let (_, direction) = self.reading(link)?;
-        let map = direction.ok()?.map(options).ok()?;
-        let former = ended.sources();
-        let others = map.pairs().iter().any(|p| !former.contains(&(p.dst(), p.src())));
-        (others && map.digest() != before).then_some(wanted)
-    }
-
-    fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted) {
-        let attempt = wanted.fence().attempt;
-        if let Some(pull) = self.pulls.open.get_mut(&id) {
-            (pull.attempt, pull.asked, pull.lease_end) = (attempt, Asked::default(), None);
-        }
-        self.enter(id, State::Linking(wanted));
-        self.bind(id, link);
     }
 
     pub(super) fn on_release_answer(&mut self, link: LinkId, answer: &ReleaseAnswer) {

@@ -53,7 +53,7 @@ impl OwnerSession {
 
     fn show_pulls(&self, now: Duration) -> Vec<PullSnapshot> {
         let open = self.pulls.open.iter();
-        let show = |(id, p): (&super::PullId, &super::pulls::Pull)| PullSnapshot {
+        let show = |(id, p): (&super::PullId, &Box<super::pulls::Pull>)| PullSnapshot {
             pull: *id,
             fence: p.fence(),
             address: p.wish.address.clone(),

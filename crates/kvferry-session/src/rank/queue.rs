@@ -14,7 +14,7 @@ use kvferry_transport::{OpKind, Submission, SubmitError};
 use super::admission::{Admission, AdmissionRefused, Queue};
 use super::endpoint::Flight;
 use super::lanes::Gate;
-use super::pull::{Pull, SourceState};
+use super::pull::SourceState;
 use super::{RankSession, Standing};
 use crate::pairing::Acquaintance;
 
@@ -72,7 +72,7 @@ impl RankSession {
     /// Nothing more is posted of a request.
     pub(super) fn dequeue(&mut self, id: PullId) {
         self.queue.remove_pull(id);
-        if let Some(late) = self.pulls.get(&id).and_then(Pull::deadline) {
+        if let Some(late) = self.pulls.get(&id).and_then(|p| p.deadline()) {
             self.unposted.remove(&(late, id));
         }
     }
@@ -111,7 +111,7 @@ impl RankSession {
 
     /// Notes when a request is late, if nothing of it was posted.
     pub(super) fn note_late(&mut self, id: PullId) {
-        if let Some(late) = self.pulls.get(&id).and_then(Pull::late_at) {
+        if let Some(late) = self.pulls.get(&id).and_then(|p| p.late_at()) {
             self.unposted.insert((late, id));
         }
     }

@@ -247,7 +247,7 @@ impl Pair {
     }
 
     pub(super) fn phase(&self, pull: PullId) -> Option<Phase> {
-        self.d.session.pulls.open.get(&pull).map(super::super::pulls::Pull::phase)
+        self.d.session.pulls.open.get(&pull).map(|p| p.phase())
     }
 
     /// An offer that is read to its end.

@@ -71,6 +71,26 @@ fn all_ranks_stop_before_the_next_attempt() {
     assert_eq!(w.end_of(pull), "Delivered");
 }
 
+/// A rank of ours was lost and joined again meanwhile: the engine that asked is no more, and there is no further attempt, in which
+/// what is known of that rank's former life would count for its new one.
+#[test]
+fn an_engine_made_anew_makes_no_further_attempt() {
+    let mut w = Pair::of(Side::replicas("p", 1, 2), Side::new("d", 2, 2));
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.pull(&fence);
+    w.carry(nothing);
+    w.say(pull, 0, broken());
+    w.d.lose(0, w.now);
+    w.carry(nothing);
+    w.d.rejoin(0, w.now);
+    w.carry(nothing);
+    assert_eq!(w.phase(pull), Some(Phase::Stop), "rank 1 may still read");
+    w.say(pull, 1, Err(fault(Stage::Cancelled, false)));
+    w.carry(nothing);
+    assert_eq!((binds(&w), w.end_of(pull) != "-", w.failed(pull).report.attempts), (1, true, 1));
+    assert!(w.d.session.loans.is_empty() && w.p.session.loans.is_empty());
+}
+
 /// For each way in which a first attempt fails: whether there is another.
 #[test]
 fn only_sources_that_failed_are_worth_another_attempt() {
