@@ -53,7 +53,7 @@ impl OwnerSession {
 
     fn show_pulls(&self, now: Duration) -> Vec<PullSnapshot> {
         let open = self.pulls.open.iter();
-        let show = |(id, p): (&super::PullId, &Box<super::pulls::Pull>)| PullSnapshot {
+        let show = |id: &super::PullId, p: &super::pulls::Pull| PullSnapshot {
             pull: *id,
             fence: p.fence(),
             address: p.wish.address.clone(),
@@ -66,6 +66,6 @@ impl OwnerSession {
             ranks: p.state.pending(),
             trouble: self.roads.trouble(p.road).map(str::to_owned),
         };
-        open.map(show).collect()
+        open.map(|(id, p)| show(id, p)).collect()
     }
 }
