@@ -75,27 +75,15 @@ impl Driver {
         // Whoever is gone when it is handed over makes the session say more.
         while !self.said.0.is_empty() || !self.said.1.is_empty() {
             for link in std::mem::take(&mut self.said.0) {
-                match self.peers.get_mut(&link) {
-                    Some(Peer::Socket(connection)) => connection.flush(),
-                    Some(Peer::Memory(end)) => {
-                        if !end.flush() {
-                            self.drop_peer(link);
-                            self.session.link_closed(link, "the owner at the other end has ended", self.clock.now());
-                        }
-                    }
-                    None => {}
+                if self.peers.get_mut(&link).is_some_and(|peer| !peer.flush()) {
+                    self.drop_peer(link);
+                    self.session.link_closed(link, "the owner at the other end has ended", self.clock.now());
                 }
             }
             for link in std::mem::take(&mut self.said.1) {
-                match self.ranks.get_mut(&link) {
-                    Some(RankLink::Socket(connection)) => connection.flush(),
-                    Some(RankLink::Memory(end)) => {
-                        if !end.flush() {
-                            self.ranks.remove(&link);
-                            self.session.rank_closed(link, "the rank has ended", self.clock.now());
-                        }
-                    }
-                    None => {}
+                if self.ranks.get_mut(&link).is_some_and(|rank| !rank.flush()) {
+                    self.ranks.remove(&link);
+                    self.session.rank_closed(link, "the rank has ended", self.clock.now());
                 }
             }
             self.carry_out();

@@ -25,6 +25,17 @@ pub(super) enum Peer {
 }
 
 impl Peer {
+    /// Lets go out what was sent; false if nobody is there any more, as far as that is known at once.
+    pub(super) fn flush(&mut self) -> bool {
+        match self {
+            Self::Socket(connection) => {
+                connection.flush();
+                true
+            }
+            Self::Memory(end) => end.flush(),
+        }
+    }
+
     /// Closes it; the handle tells when all that was said is written.
     pub(super) fn close(self) -> Option<JoinHandle<()>> {
         match self {
@@ -41,6 +52,17 @@ pub(super) enum RankLink {
 }
 
 impl RankLink {
+    /// Lets go out what was sent; false if the rank is gone, as far as that is known at once.
+    pub(super) fn flush(&mut self) -> bool {
+        match self {
+            Self::Socket(connection) => {
+                connection.flush();
+                true
+            }
+            Self::Memory(end) => end.flush(),
+        }
+    }
+
     pub(super) fn waiting(&self) -> usize {
         match self {
             Self::Socket(connection) => connection.waiting(),
