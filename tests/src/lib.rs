@@ -1,6 +1,5 @@
-//! Cross-crate tests of kvferry, and what they share: engines by hand ([`by_hand`]) and at random
-//! ([`random`]), engines that run ([`running`]), and what stands
-//! between two of them ([`between`]).
+//! Cross-crate tests of kvferry, and what they share: engines by hand ([`by_hand`]) and at random ([`random`]), engines that
+//! run ([`running`]), and what stands between two of them ([`between`]).
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "generators of tests")]
 

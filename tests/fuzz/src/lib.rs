@@ -99,7 +99,7 @@ pub const LONGEST: usize = 4096;
 /// What the decoder of an input from a peer, a router or a file of ours may need.
 pub const DECODER: usize = 1 << 20;
 /// What a message with an engine's description may need besides: the runs that prove its blocks apart are listed, 2^20 of them at most.
-pub const PROOF: usize = 128 << 20;
+pub const PROOF: usize = 255 << 20;
 /// Where an engine is described, described again, planned and compared besides: the list that proves a layout free from overlap is
 /// the largest piece.
 const WHOLE: usize = 256 << 20;
