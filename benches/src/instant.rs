@@ -46,7 +46,7 @@ impl Instant {
     fn push(&mut self, event: Event) {
         if self.events.is_empty() {
             // Readable until all was taken.
-            drop(rustix::io::write(&self.wake, &1u64.to_le_bytes()));
+            let _ = rustix::io::write(&self.wake, &1u64.to_le_bytes());
         }
         self.events.push_back(event);
     }
@@ -115,7 +115,7 @@ impl Transport for Instant {
     fn next_event(&mut self) -> Option<Event> {
         let event = self.events.pop_front();
         if event.is_some() && self.events.is_empty() {
-            drop(rustix::io::read(&self.wake, &mut [0; 8]));
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         }
         event
     }

@@ -9,6 +9,12 @@ pub fn median(mut times: Vec<Duration>) -> f64 {
     times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64)
 }
 
+/// The time below which so many of a thousand are, in seconds; of a sorted list.
+#[must_use]
+pub fn quantile(sorted: &[Duration], per_mille: usize) -> f64 {
+    sorted.get(sorted.len() * per_mille / 1000).map_or(0.0, Duration::as_secs_f64)
+}
+
 /// A setting from the environment.
 #[must_use]
 pub fn number(name: &str, default: usize) -> usize {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::{Address, ContentKey, Engine, EngineId, OfferSpec, PullSpec, Tokens};
 use kvferry_benches::engines::{BLOCK, listed, shape, wanted};
-use kvferry_benches::measure::number;
+use kvferry_benches::measure::{number, quantile};
 use kvferry_geometry::units::Bytes;
 use kvferry_memory::{BufferOptions, SharedBuffer};
 use kvferry_shm::{Config, ShmTransport};
@@ -17,7 +17,7 @@ const SHORT: usize = 16;
 
 pub(super) async fn run() {
     let long = number("KVFERRY_BENCH_BESIDE_MIB", 4096);
-    let blocks = u32::try_from(long + SHORT).unwrap() / MIB_A_BLOCK as u32;
+    let blocks = u32::try_from((long + SHORT) / MIB_A_BLOCK).unwrap();
     let p = engine("p", blocks).listen(Address::loopback(0)).start().await.unwrap();
     let d = engine("d", blocks).start().await.unwrap();
     let all: Vec<u32> = (0..blocks).rev().collect();
@@ -56,8 +56,8 @@ pub(super) async fn run() {
 
 fn row(what: &str, mut times: Vec<Duration>) {
     times.sort();
-    let at = |q: f64| times.get((times.len() as f64 * q) as usize).map_or(0.0, |d| d.as_secs_f64() * 1e3);
-    println!("| {what} | {} | {:.2} ms | {:.2} ms |", times.len(), at(0.5), at(0.99));
+    let at = |per_mille| quantile(&times, per_mille) * 1e3;
+    println!("| {what} | {} | {:.2} ms | {:.2} ms |", times.len(), at(500), at(990));
 }
 
 async fn once(p: &Engine, d: &Engine, ids: &[u32]) -> Duration {

@@ -24,7 +24,7 @@ use kvferry::{
 };
 use kvferry_benches::engines::{listed, shape, wanted};
 use kvferry_benches::instant::Instant as InstantTransport;
-use kvferry_benches::measure::{cpu, median, number};
+use kvferry_benches::measure::{cpu, median, number, quantile};
 use kvferry_transport::{Region, Transport};
 use tokio::sync::{Semaphore, mpsc};
 
@@ -108,9 +108,8 @@ impl Run {
 
     fn print(mut self, what: &str, load: &str) {
         self.latency.sort();
-        let at =
-            |q: f64| self.latency.get((self.latency.len() as f64 * q) as usize).map_or(0.0, |d| d.as_secs_f64() * 1e6);
-        let (p50, p99) = (at(0.5), at(0.99));
+        let at = |per_mille| quantile(&self.latency, per_mille) * 1e6;
+        let (p50, p99) = (at(500), at(990));
         let cpu = self.cpu.as_secs_f64() * 1e6 / self.requests.max(1) as f64;
         let calls = self.calls.map_or("-".into(), |n| format!("{:.2}", n as f64 / self.requests.max(1) as f64));
         println!("| {what} | {load} | {:.0} | {p50:.0} us | {p99:.0} us | {cpu:.1} us | {calls} |", self.rate());
@@ -200,7 +199,7 @@ async fn in_process(p: &Arc<Engine>, d: &Arc<Engine>, rate: Option<f64>, time: D
             drop(place);
         });
     }
-    drop(places.acquire_many(WINDOW as u32).await.unwrap());
+    drop(places.acquire_many(u32::try_from(WINDOW).unwrap()).await.unwrap());
     let (took, cpu) = (began.elapsed(), cpu().saturating_sub(before));
     let latency = std::mem::take(&mut *latency.lock().unwrap());
     Run { requests: begun, took, cpu, latency, calls: calls.stop() }
@@ -258,7 +257,7 @@ impl Producer {
         let calls = Calls::start(&[std::process::id(), self.child.id()]);
         let (began, before) = (Instant::now(), cpu());
         let mut asked: HashMap<usize, Instant> = HashMap::new();
-        let (mut begun, mut ended, mut lines) = (0u64, Arc::new(AtomicU64::new(0)), Vec::new());
+        let (mut begun, ended, mut lines) = (0u64, Arc::new(AtomicU64::new(0)), Vec::new());
         loop {
             let open = began.elapsed() < time;
             let due = |begun: u64| rate.is_none_or(|r| began.elapsed().as_secs_f64() * r >= begun as f64);
@@ -286,7 +285,7 @@ impl Producer {
                     pull(&d, reference, slot).await;
                     latency.lock().unwrap().push(from.elapsed());
                     ended.fetch_add(1, Ordering::Release);
-                    drop(done.send(slot));
+                    let _ = done.send(slot);
                 });
                 next = self.answers.try_recv().ok();
             }
@@ -294,8 +293,6 @@ impl Producer {
         let took = began.elapsed();
         let cpu = cpu().saturating_sub(before) + peers::cpu_of(self.child.id()).saturating_sub(theirs);
         let latency = std::mem::take(&mut *latency.lock().unwrap());
-        ended = Arc::default();
-        drop(ended);
         Run { requests: begun, took, cpu, latency, calls: calls.stop() }
     }
 }
