@@ -60,7 +60,7 @@ fn security(kind: &str, name: &str, folder: &Path) -> Security {
     let file = |end: &str| Material::from(folder.join(format!("{name}.{end}")));
     match kind {
         "tls" => of_tls(Material::from(folder.join("ca.pem")), file("pem"), file("key")),
-        "key" => of_key("bench", std::array::from_fn(|i| u8::try_from(i).unwrap() ^ 0x5a)),
+        "key" => of_key("bench", std::array::from_fn(|i| u8::try_from(i).unwrap().wrapping_mul(37) | 0x80)),
         _ => Security::Plaintext,
     }
 }

@@ -48,7 +48,7 @@ impl End {
 
     fn pull(&self, tokens: Tokens, dst: &[BlockId], offer: &[u8]) -> anyhow::Result<Delivered> {
         let (groups, assurance) = (vec![dst_group(dst)], Assurance::Fenced);
-        let spec = PullSpec { tokens, groups, content_key: content(), assurance, deadline: LONG };
+        let spec = PullSpec { assurance, deadline: LONG, ..PullSpec::new(tokens, groups, content()) };
         let reference = std::str::from_utf8(offer)?.parse()?;
         self.runtime.block_on(async { Ok(self.owner.pull(reference, spec).await?.await?) })
     }
@@ -84,7 +84,7 @@ fn request(memory: &Memory, work: Work) -> anyhow::Result<(Tokens, [Vec<BlockId>
 impl crate::child::End for End {
     fn offer(&mut self, memory: &Memory, work: Work) -> anyhow::Result<Vec<u8>> {
         let (tokens, [src, _]) = request(memory, work)?;
-        let spec = OfferSpec { groups: vec![src_group(&src, tokens)], content_key: content() };
+        let spec = OfferSpec::new(vec![src_group(&src, tokens)], content());
         Ok(self.runtime.block_on(self.owner.offer(spec))?.to_string().into_bytes())
     }
 
