@@ -129,16 +129,19 @@ pub struct Limits {
     pub pulls: usize,
     /// Leases that are open.
     pub leases: usize,
-    /// Leases that one link has bound.
+    /// Leases that one engine has bound, over all its links.
     pub bound: usize,
-    /// Manifests of engines without a link that are remembered.
+    /// Links that one engine has made to this one and that are up; beyond, the one that was used longest ago is closed, one without a
+    /// bound lease first. One is enough for an engine, but for the moment in which it makes it anew.
+    pub links: usize,
+    /// Manifests that are remembered, of engines with a link and without: those last met. 0: none, and every hello is a whole one.
     pub manifests: usize,
 }
 
 impl Default for Limits {
-    /// 65,536 requests, 1,048,576 leases, 65,536 bound by one link, 64 manifests.
+    /// 65,536 requests, 1,048,576 leases, 65,536 bound by one engine over 4 links at most, 64 manifests.
     fn default() -> Self {
-        Self { pulls: 1 << 16, leases: 1 << 20, bound: 1 << 16, manifests: 64 }
+        Self { pulls: 1 << 16, leases: 1 << 20, bound: 1 << 16, links: 4, manifests: 64 }
     }
 }
 

@@ -55,6 +55,8 @@ pub(super) struct Leases {
     ends: Timers<LeaseId>,
     /// What each link has bound.
     of_link: BTreeMap<LinkId, BTreeSet<LeaseId>>,
+    /// How much each engine has bound, over all its links.
+    of_engine: BTreeMap<EngineId, usize>,
 }
 
 impl Leases {
@@ -122,7 +124,9 @@ impl Leases {
     /// Whether no lease is bound, and nothing is kept of those that were.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        self.of_link.is_empty() && self.open.values().all(|o| matches!(o.state, State::Offered(_)))
+        self.of_link.is_empty()
+            && self.of_engine.is_empty()
+            && self.open.values().all(|o| matches!(o.state, State::Offered(_)))
     }
 
     /// How many blocks and slots all leases show.
@@ -134,7 +138,7 @@ impl Leases {
     /// Whether nothing at all is left over.
     #[cfg(test)]
     pub(super) fn is_clean(&self) -> bool {
-        self.open.is_empty() && self.ends.is_empty() && self.of_link.is_empty()
+        self.open.is_empty() && self.ends.is_empty() && self.of_link.is_empty() && self.of_engine.is_empty()
     }
 }
 
@@ -188,7 +192,7 @@ impl OwnerSession {
             State::Offered(state) => {
                 state.admits(bind, now)?;
                 let limit = self.config.limits.bound;
-                if self.leases.bound_by(link) >= limit {
+                if self.leases.of_engine.get(&by.engine).is_some_and(|n| *n >= limit) {
                     return Err(BindRefusal::Busy(format!("this engine has bound {limit} leases, which is the limit")));
                 }
             }
@@ -205,6 +209,7 @@ impl OwnerSession {
             Some(State::Offered(state)) => match state.bind(bind, by, map.digest(), now) {
                 Ok((bound, grant)) => {
                     self.leases.of_link.entry(link).or_default().insert(lease);
+                    *self.leases.of_engine.entry(peer.engine().clone()).or_default() += 1;
                     (State::Bound(bound, link), Ok(grant))
                 }
                 Err((same, refusal)) => (State::Offered(same), Err(refusal)),
@@ -364,6 +369,14 @@ impl OwnerSession {
         let Some(open) = self.leases.open.remove(&lease) else { return };
         self.leases.ends.remove(lease);
         self.loans.read_ended(&open.places);
+        if let Some((engine, _)) = &bound
+            && let Some(count) = self.leases.of_engine.get_mut(engine)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.leases.of_engine.remove(engine);
+            }
+        }
         let (consumer, link) = bound.unzip();
         if let Some(link) = link
             && let Some(of_link) = self.leases.of_link.get_mut(&link)

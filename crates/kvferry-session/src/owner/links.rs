@@ -3,13 +3,13 @@
 //! Who has connected speaks first. Engines that have met before greet by digests; a manifest that one side has forgotten is asked
 //! for and comes before anything else does.
 
-use super::{BTreeMap, Digest, Duration, Effect, LinkId, OwnerSession};
+use super::{BTreeMap, Digest, Duration, Effect, EngineId, LinkId, OwnerSession};
 use std::sync::Arc;
 
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_proto::handshake::{
-    Abilities, Again, Allowed, Established, Expected, Greeting, Hello, Lacking, Met, Refusal, Versions,
+    Abilities, Again, Allowed, Established, Expected, Greeting, Hello, HelloMismatch, Lacking, Met, Refusal, Versions,
 };
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
@@ -85,7 +85,7 @@ impl Remembered {
     fn note(&mut self, manifest: &Arc<EngineManifest>, limit: usize) {
         self.count += 1;
         self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
-        while self.by_digest.len() > limit.max(1) {
+        while self.by_digest.len() > limit {
             let Some(oldest) = self.by_digest.iter().min_by_key(|(_, (count, _))| *count).map(|(d, _)| *d) else {
                 return;
             };
@@ -234,8 +234,20 @@ impl OwnerSession {
         if let Some(l) = self.links.links.get_mut(&link).filter(|l| matches!(l.stage, Stage::Connecting)) {
             l.proven = proven;
             l.stage = Stage::Waiting(None);
-            self.speak_first(link);
+        } else {
+            return;
         }
+        // What we say first tells much of our ranks: not to an end that can't be the one we want.
+        let wanted = self.links.links.get(&link).map(|l| self.expected(l));
+        if let Some(Expected { engine: Some(got), proven }) = wanted {
+            let found = match (&proven, &self.config.allowed) {
+                (Some(proven), _) if !proven.has(&got) => HelloMismatch::NotProven { got },
+                (_, Some(allowed)) if !allowed.has(&got) => HelloMismatch::NotAllowed { got },
+                _ => return self.speak_first(link),
+            };
+            return self.drop_link(link, vec![found.to_string()]);
+        }
+        self.speak_first(link);
     }
 
     /// Our ranks have all joined: greets those who have connected meanwhile, and those to whom we have.
@@ -295,6 +307,11 @@ impl OwnerSession {
             };
         }
         let Some(local) = self.life.local().cloned() else {
+            let waiting = |l: &&Link| matches!(l.stage, Stage::Waiting(Some(_)));
+            if self.links.links.values().filter(waiting).count() >= MAX_WAITING {
+                // It tries again by itself; hellos are long, and who sends them is not known yet.
+                return self.close_link(link, "the engine's ranks have not all joined, and others wait already");
+            }
             if let Some(l) = self.links.links.get_mut(&link) {
                 l.stage = Stage::Waiting(Some(first));
             }
@@ -437,9 +454,26 @@ impl OwnerSession {
             None => self.links.due.remove(link),
         }
         self.links.manifests.note(&peer, self.config.limits.manifests);
+        if road.is_none() {
+            self.spare_links(link, peer.engine());
+        }
         self.effects.push_back(Effect::LinkUp { link, peer: peer.engine().clone(), version, took });
         if let Some(road) = road {
             self.road_is_up(road, link, (version >= Versions::LEASES).then(|| peer.digest()));
+        }
+    }
+
+    /// An engine that makes ever more links to us has the oldest of them closed: they are its own, and nobody else's.
+    fn spare_links(&mut self, new: LinkId, engine: &EngineId) {
+        let of_engine = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
+        let others = self.links.links.iter().filter(|(id, l)| **id != new && l.road.is_none() && of_engine(l));
+        let mut others: Vec<(bool, Duration, LinkId)> =
+            others.map(|(id, l)| (self.leases.uses(*id), l.used, *id)).collect();
+        others.sort_unstable();
+        let most = self.config.limits.links.max(1) - 1;
+        let spare = others.len().saturating_sub(most);
+        for (.., link) in others.into_iter().take(spare) {
+            self.close_link(link, "its engine has made too many others since");
         }
     }
 
@@ -557,6 +591,9 @@ impl OwnerSession {
 
 /// Whether a link is of use is not looked at more often.
 const SHORTEST_IDLE: Duration = Duration::from_millis(1);
+
+/// The most hellos that are kept until our own ranks have joined.
+const MAX_WAITING: usize = 16;
 
 const MISPLACED: &str = "a message came that does not belong here in the conversation";
 

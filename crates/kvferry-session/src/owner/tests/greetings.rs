@@ -162,11 +162,6 @@ fn manifests_are_asked_for_once() {
 /// What comes too early, too late, or twice in the greeting ends the link and nothing else.
 #[test]
 fn messages_out_of_place_end_their_link() {
-    let hello = |side: &Side| {
-        let (_, hello) =
-            kvferry_proto::handshake::Greeting::start(side.session.life.local().unwrap().clone(), Default::default());
-        PeerMessage::Hello(hello)
-    };
     let bind = |fence: &Fence| {
         let (salt, peer_map) = (0, Digest::from_bytes([0; 32]));
         PeerMessage::Bind(kvferry_proto::peer::Bind { fence: fence.clone(), content_key: key(1), salt, peer_map })
@@ -196,6 +191,38 @@ fn messages_out_of_place_end_their_link() {
     works(&mut w, 3);
 }
 
+fn hello(side: &Side) -> PeerMessage {
+    let local = side.session.life.local().unwrap().clone();
+    PeerMessage::Hello(kvferry_proto::handshake::Greeting::start(local, Default::default()).1)
+}
+
+/// An engine that makes ever more links has its oldest ones closed, those without a bound lease first; others are none the worse.
+#[test]
+fn links_of_one_engine_are_bounded() {
+    let mut w = Pair::leased();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.pull(&fence);
+    w.carry(nothing);
+    let d = Side::new("d", 2, 2);
+    let more: Vec<LinkId> = (1..=5)
+        .map(|n| {
+            let link = w.p.session.accept(None, w.now + n * SECOND);
+            w.p.session.peer_message(link, hello(&d), w.now + n * SECOND);
+            link
+        })
+        .collect();
+    w.p.take();
+    let other = w.p.session.accept(None, w.now);
+    w.p.session.peer_message(other, hello(&Side::new("e", 3, 2)), w.now);
+    w.p.take();
+    assert_eq!(w.p.closes, more[..2], "the one over which it reads stands, and the last three");
+    w.p.to_peer.retain(|(link, _)| !more.contains(link) && *link != other);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+    assert!(w.p.session.links.exists(other));
+}
+
 /// HS-01: lists of allowed engines, and of those for which credentials stand, are kept at both ends.
 #[test]
 fn hs_01_only_allowed_and_proven_engines_meet() {
@@ -218,7 +245,15 @@ fn hs_01_only_allowed_and_proven_engines_meet() {
         let ours = w.d.connects.remove(0);
         let theirs = w.p.session.accept(of_d.clone(), w.now);
         w.links.push((ours, theirs));
-        assert!(w.d.session.link_opened(ours, of_p.clone(), w.now));
+        // An end that can't be the one we want is told nothing.
+        let opened = w.d.session.link_opened(ours, of_p.clone(), w.now);
+        assert_eq!(opened, of_p.is_none_or(|p| p.has(w.p.session.manifest().unwrap().engine())));
+        if !opened {
+            w.links.clear();
+            w.p.session.link_closed(theirs, "closed", w.now);
+            w.d.take();
+            assert!(w.d.to_peer.is_empty(), "{:?}", w.d.to_peer);
+        }
         w.carry(nothing);
         if meet {
             assert_eq!(w.phase(pull), Some(Phase::Read));
