@@ -314,6 +314,13 @@ impl Bound {
         Ok((self, grant))
     }
 
+    /// It ends by a message only, or by its engine: for a consumer that knows no ends.
+    #[must_use]
+    pub fn without_end(mut self) -> Self {
+        self.term = Term::Open;
+        self
+    }
+
     /// Its consumer still wants it: its end moves away, if the beat is of the one who bound it and the lease isn't over. Gives
     /// what is left.
     #[must_use]
@@ -343,7 +350,7 @@ impl Bound {
         }
         let (how, verdict) = match release.reads {
             ReadsEnd::Complete => (Closing::Read, Verdict::Held),
-            ReadsEnd::Abandoned => (Closing::Abandoned, Verdict::Stale),
+            ReadsEnd::Abandoned | ReadsEnd::Declined => (Closing::Abandoned, Verdict::Stale),
         };
         Ok((self.close(how), ReleaseAnswer { fence: release.fence.clone(), verdict }))
     }
@@ -546,6 +553,8 @@ mod tests {
             assert_eq!((same, left), (state.clone(), Left::Closed));
         }
         assert!(!state.term().is_over(at(39)) && state.term().is_over(at(40)));
+        let (open, left) = state.without_end().beat(Attempt::FIRST, &d, at(20), at(99));
+        assert_eq!((open.term(), left), (Term::Open, Left::Always));
         assert_eq!(Term::of(None, at(5)).extended(at(1), at(6)).left(at(7)), Left::Always);
     }
 }

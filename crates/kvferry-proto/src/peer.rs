@@ -183,8 +183,8 @@ pub enum BindRefusal {
         /// What the producer knows.
         reason: String,
     },
-    /// The producer serves no more: too much is bound by this peer already, or it is being shut down. To neighbours of version 2
-    /// this is told as `Incompatible`.
+    /// The producer serves no more: too much is bound by this peer already. To neighbours of version 2 this is told as
+    /// `Incompatible`.
     #[error("the producer is busy: {0}")]
     Busy(String),
 }
@@ -194,9 +194,11 @@ pub enum BindRefusal {
 pub enum ReadsEnd {
     /// Every named source was read.
     Complete,
-    /// The consumer has given up; what its ranks read, or may still be reading, will not be used. Of a lease that nobody has
-    /// bound: nobody will.
+    /// The consumer has given up; what its ranks read, or may still be reading, will not be used. Nothing is said of a
+    /// lease that this consumer has not bound.
     Abandoned,
+    /// Nobody will read it: ends a lease that nobody has bound. Only for a peer of version 3.
+    Declined,
 }
 
 /// My ranks' reads have ended.

@@ -242,7 +242,7 @@ impl Ended {
         let release = Release { fence: self.fence.clone(), reads };
         match reads {
             ReadsEnd::Complete => Ok((Releasing { ended: self }, release)),
-            ReadsEnd::Abandoned => Err((self, release)),
+            _ => Err((self, release)),
         }
     }
 

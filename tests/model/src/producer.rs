@@ -231,7 +231,7 @@ impl State {
                     Err((same, answer)) => (Lease::Bound(same, of), answer),
                 }
             }
-            Lease::Offered(state) if release.reads == ReadsEnd::Abandoned && *state.fence() == release.fence => {
+            Lease::Offered(state) if release.reads == ReadsEnd::Declined && *state.fence() == release.fence => {
                 self.closed(number, &state.close(Closing::Declined));
                 return stale(release);
             }

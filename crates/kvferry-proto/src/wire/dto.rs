@@ -297,6 +297,7 @@ pub(super) struct LeaseClosed {
 pub(super) enum ReadsEnd {
     Complete,
     Abandoned,
+    Declined,
 }
 
 #[derive(Serialize, Deserialize)]

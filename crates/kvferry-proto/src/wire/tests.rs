@@ -153,6 +153,7 @@ fn peer_messages() -> Vec<PeerMessage> {
     all.extend([PeerMessage::ManifestWanted, PeerMessage::Manifest(hello.manifest)]);
     let reason = BindRefusal::Busy("many".into());
     all.push(PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason }));
+    all.push(PeerMessage::Release(Release { fence: fence(), reads: ReadsEnd::Declined }));
     let leases = vec![(LeaseId::new(u128::MAX), Attempt::new(u32::MAX)), (LeaseId::new(0), Attempt::FIRST)];
     all.push(PeerMessage::Heartbeat(Heartbeat { beat: 7, leases }));
     let left = vec![Left::Closed, Left::For(Duration::from_nanos(1)), Left::Always];

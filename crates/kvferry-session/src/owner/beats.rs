@@ -64,6 +64,11 @@ impl OwnerSession {
                 self.beats.of_link.remove(&link);
                 continue;
             }
+            let shortest = leases.iter().map(|(.., end)| end.saturating_sub(self.now)).min();
+            let next = self.next_beat(shortest.unwrap_or(self.config.lease.beat));
+            // A lease that is about to end makes beats come sooner; the others need not go with each of them.
+            let soon = self.now.saturating_add(next.saturating_sub(self.now).saturating_mul(6));
+            let leases: Vec<_> = leases.into_iter().filter(|(.., end)| *end <= soon).collect();
             for chunk in leases.chunks(MAX_BEATS) {
                 self.beats.last += 1;
                 let beat = self.beats.last;
@@ -75,8 +80,7 @@ impl OwnerSession {
                 let leases = chunk.iter().map(|(_, lease, _)| *lease).collect();
                 self.send_peer(link, PeerMessage::Heartbeat(Heartbeat { beat, leases }));
             }
-            let shortest = leases.iter().map(|(.., end)| end.saturating_sub(self.now)).min();
-            self.beats.due.set(link, self.next_beat(shortest.unwrap_or(self.config.lease.beat)));
+            self.beats.due.set(link, next);
         }
     }
 

@@ -207,7 +207,12 @@ impl OwnerSession {
         }
         let (state, result) = match self.leases.take(lease) {
             Some(State::Offered(state)) => match state.bind(bind, by, map.digest(), now) {
-                Ok((bound, grant)) => {
+                Ok((mut bound, mut grant)) => {
+                    if !self.links.knows_leases(link) {
+                        // A neighbour of version 2 beats for nothing and knows of no end: its release or its link ends it.
+                        (bound, grant.time_left) = (bound.without_end(), None);
+                        self.leases.ends.remove(lease);
+                    }
                     self.leases.of_link.entry(link).or_default().insert(lease);
                     *self.leases.of_engine.entry(peer.engine().clone()).or_default() += 1;
                     (State::Bound(bound, link), Ok(grant))
@@ -243,7 +248,7 @@ impl OwnerSession {
                 }
             },
             // Nobody has bound it, and who knows its name says that nobody will.
-            Some(State::Offered(state)) if release.reads == ReadsEnd::Abandoned && *state.fence() == release.fence => {
+            Some(State::Offered(state)) if release.reads == ReadsEnd::Declined && *state.fence() == release.fence => {
                 self.close_lease(&state.close(Closing::Declined), None);
                 stale(release)
             }

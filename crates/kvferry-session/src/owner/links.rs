@@ -54,6 +54,8 @@ struct Link {
     /// Whether the peer was sent our manifest because it had asked.
     supplied: bool,
     began: Duration,
+    /// When our hello was sent first: what the peer says of itself in answer is not older.
+    greeted: Option<Duration>,
     /// When it came up.
     up: Duration,
     /// When something was asked or answered on it last, but for beats.
@@ -84,6 +86,8 @@ impl Remembered {
 
     fn note(&mut self, manifest: &Arc<EngineManifest>, limit: usize) {
         self.count += 1;
+        // One for each engine: its former life is of no use.
+        self.by_digest.retain(|_, (_, m)| m.engine() != manifest.engine());
         self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
         while self.by_digest.len() > limit {
             let Some(oldest) = self.by_digest.iter().min_by_key(|(_, (count, _))| *count).map(|(d, _)| *d) else {
@@ -116,6 +120,7 @@ impl Links {
             briefly: false,
             supplied: false,
             began: now,
+            greeted: None,
             up: now,
             used: now,
         };
@@ -155,9 +160,12 @@ impl Links {
         self.links.get(&link).is_some_and(|l| l.briefly)
     }
 
-    /// When it came up, and which manifest of ours its peer knows.
+    /// Since when its peer may have been another, and which manifest of ours it knows.
     pub(super) fn standing(&self, link: LinkId) -> Option<(Duration, Option<Digest>)> {
-        self.links.get(&link).map(|l| (l.up, l.ours))
+        let l = self.links.get(&link)?;
+        // A neighbour of version 2 says its hello without waiting for ours.
+        let heard = if self.knows_leases(link) { l.greeted } else { None };
+        Some((heard.unwrap_or(l.began), l.ours))
     }
 
     pub(super) fn used(&mut self, link: LinkId, now: Duration) {
@@ -250,6 +258,15 @@ impl OwnerSession {
         self.speak_first(link);
     }
 
+    /// Our engine is another by now, and neighbours of version 2 don't ask again who we are.
+    pub(super) fn close_old_links(&mut self) {
+        let old = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.version < Versions::LEASES);
+        let old: Vec<LinkId> = self.links.links.iter().filter(|(_, l)| old(l)).map(|(id, _)| *id).collect();
+        for link in old {
+            self.close_link(link, "this engine was made anew");
+        }
+    }
+
     /// Our ranks have all joined: greets those who have connected meanwhile, and those to whom we have.
     pub(super) fn greet_waiting(&mut self) {
         let waiting = self.links.links.iter_mut().filter_map(|(id, l)| match &mut l.stage {
@@ -274,6 +291,7 @@ impl OwnerSession {
 
     /// Says our hello on a link that we have made, if we know what to say.
     fn speak_first(&mut self, link: LinkId) {
+        let now = self.now;
         let Some(local) = self.life.local().cloned() else { return };
         let Some(l) = self.links.links.get(&link).filter(|l| matches!(l.stage, Stage::Waiting(_))) else { return };
         let expected = self.expected(l);
@@ -292,6 +310,7 @@ impl OwnerSession {
         };
         if let Some(l) = self.links.links.get_mut(&link) {
             (l.stage, l.ours, l.briefly) = (Stage::Greeting(greeting), Some(ours), known.is_some());
+            l.greeted = Some(now);
         }
         self.send_peer(link, message);
     }
@@ -367,6 +386,7 @@ impl OwnerSession {
             }
             (Stage::Lacking(_), PeerMessage::Manifest(manifest)) => self.on_manifest(link, manifest),
             (_, PeerMessage::Refused(reasons)) => {
+                let reasons = legible(reasons);
                 self.effects.push_back(Effect::ClosePeer { link });
                 self.drop_link(link, reasons);
             }
@@ -450,12 +470,14 @@ impl OwnerSession {
         (l.stage, l.up, l.used) = (Stage::Up(established), now, now);
         let (took, road) = (now.saturating_sub(l.began), l.road);
         match self.config.idle {
-            Some(idle) => self.links.due.set(link, now.saturating_add(idle)),
+            Some(idle) => self.links.due.set(link, now.saturating_add(allowed(idle, road))),
             None => self.links.due.remove(link),
         }
         self.links.manifests.note(&peer, self.config.limits.manifests);
-        if road.is_none() {
-            self.spare_links(link, peer.engine());
+        if road.is_none() && !self.spare_links(link, peer.engine()) {
+            let limit = self.config.limits.links;
+            return self
+                .refuse_link(link, vec![format!("{limit} links of {} are in use, which is the limit", peer.engine())]);
         }
         self.effects.push_back(Effect::LinkUp { link, peer: peer.engine().clone(), version, took });
         if let Some(road) = road {
@@ -463,18 +485,22 @@ impl OwnerSession {
         }
     }
 
-    /// An engine that makes ever more links to us has the oldest of them closed: they are its own, and nobody else's.
-    fn spare_links(&mut self, new: LinkId, engine: &EngineId) {
+    /// An engine that makes ever more links to us has those closed that have bound nothing, the oldest first. Gives false if
+    /// all are in use: then the new one is too many.
+    fn spare_links(&mut self, new: LinkId, engine: &EngineId) -> bool {
         let of_engine = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
         let others = self.links.links.iter().filter(|(id, l)| **id != new && l.road.is_none() && of_engine(l));
         let mut others: Vec<(bool, Duration, LinkId)> =
             others.map(|(id, l)| (self.leases.uses(*id), l.used, *id)).collect();
         others.sort_unstable();
-        let most = self.config.limits.links.max(1) - 1;
-        let spare = others.len().saturating_sub(most);
-        for (.., link) in others.into_iter().take(spare) {
+        let spare = others.len().saturating_sub(self.config.limits.links.max(1) - 1);
+        for (in_use, _, link) in others.into_iter().take(spare) {
+            if in_use {
+                return false;
+            }
             self.close_link(link, "its engine has made too many others since");
         }
+        true
     }
 
     /// Tells the peer why, then closes.
@@ -554,6 +580,7 @@ impl OwnerSession {
                 continue;
             }
             let Some(idle) = self.config.idle.map(|idle| idle.max(SHORTEST_IDLE)) else { continue };
+            let idle = allowed(idle, l.road);
             let until = l.used.saturating_add(idle);
             if self.is_in_use(link) {
                 self.links.due.set(link, self.now.saturating_add(idle));
@@ -595,7 +622,25 @@ const SHORTEST_IDLE: Duration = Duration::from_millis(1);
 /// The most hellos that are kept until our own ranks have joined.
 const MAX_WAITING: usize = 16;
 
+/// How long a link may be idle. Who has made it closes it first: a request that is just sent over it must not meet its end.
+fn allowed(idle: Duration, made: Option<RoadId>) -> Duration {
+    if made.is_some() { idle } else { idle.saturating_mul(2).saturating_add(Duration::from_secs(1)) }
+}
+
 const MISPLACED: &str = "a message came that does not belong here in the conversation";
+
+/// As much of a peer's reasons as people read: each request that waits for the link gets them.
+fn legible(reasons: Vec<String>) -> Vec<String> {
+    let cut = |reason: String| {
+        let end = (0..=reason.len().min(MAX_REASON)).rev().find(|&i| reason.is_char_boundary(i)).unwrap_or(0);
+        if end == reason.len() { reason } else { format!("{}...", &reason[..end]) }
+    };
+    reasons.into_iter().take(MAX_REASONS).map(cut).collect()
+}
+
+/// Of a peer's refusal: so many reasons, of so many bytes.
+const MAX_REASONS: usize = 8;
+const MAX_REASON: usize = 256;
 
 fn texts(refusal: &Refusal) -> Vec<String> {
     refusal.0.iter().map(ToString::to_string).collect()

@@ -365,15 +365,17 @@ impl OwnerSession {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (road, fence, started) = (pull.road, pull.fence(), pull.started);
         let epoch = self.links.peer(link).map(|peer| peer.epoch());
-        let (Some((up, ours)), Some(epoch)) = (self.links.standing(link), epoch) else {
+        let (Some((heard, ours)), Some(epoch)) = (self.links.standing(link), epoch) else {
             return self.wait_for_link(road, id);
         };
         let current = self.life.local().map(|l| l.manifest.digest());
         // A link that is older than the request may know less than the reference: either engine may have a new epoch since.
-        if (epoch != fence.epoch && up < started) || ours != current {
+        let unknown = epoch != fence.epoch && !self.roads.is_stale(road, fence.epoch);
+        if (unknown && heard < started) || ours != current {
             return self.renew_link(road, id);
         }
         if epoch != fence.epoch {
+            self.roads.note_stale(road, fence.epoch);
             return self.stop(id, FailureCause::StaleEpoch { reference: fence.epoch, current: epoch });
         }
         self.pulls.go_over(id, link);

@@ -127,6 +127,9 @@ impl OwnerSession {
 
     fn complete(&mut self, local: LocalSide) {
         let manifest = local.manifest.clone();
+        if self.epoch != manifest.epoch() {
+            self.close_old_links();
+        }
         self.epoch = manifest.epoch();
         self.life = Life::Ready(Arc::new(local));
         // What was computed with the manifest before is of another engine.

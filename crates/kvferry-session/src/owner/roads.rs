@@ -1,7 +1,7 @@
 //! Roads: how to come to an engine at an address. A link that can't be made is tried again, later each time, for as long as
 //! somebody waits; each who waits does so until his own deadline.
 
-use super::{BTreeMap, BTreeSet, Digest, Duration, EngineId, Fence, LinkId, OwnerSession, PullId};
+use super::{BTreeMap, BTreeSet, Digest, Duration, EngineId, Epoch, Fence, LinkId, OwnerSession, PullId, VecDeque};
 
 use kvferry_proto::peer::{PeerMessage, ReadsEnd, Release};
 
@@ -14,6 +14,9 @@ pub(super) struct RoadId(u64);
 
 /// Leases that nobody reads are told to their producers as long as that is possible within this many of them.
 const MAX_DECLINES: usize = 1 << 12;
+
+/// The most roads that are made for leases to be declined.
+const MAX_ROADS: usize = 1 << 10;
 
 #[derive(Debug)]
 struct Road {
@@ -30,7 +33,12 @@ struct Road {
     last: Option<String>,
     /// The manifest of the engine at its end when it was last met, if it knows brief hellos.
     met: Option<Digest>,
+    /// Epochs that links have shown to be none of the engine's any more: references of them need no link of their own.
+    stale: VecDeque<Epoch>,
 }
+
+/// Stale epochs that are remembered for a road.
+const MAX_STALE: usize = 8;
 
 #[derive(Debug, Default)]
 pub(super) struct Roads {
@@ -57,6 +65,19 @@ impl Roads {
 
     pub(super) fn met(&self, road: RoadId) -> Option<Digest> {
         self.roads.get(&road)?.met
+    }
+
+    /// Whether a reference of this epoch was shown to be stale on this road.
+    pub(super) fn is_stale(&self, road: RoadId, epoch: Epoch) -> bool {
+        self.roads.get(&road).is_some_and(|r| r.stale.contains(&epoch))
+    }
+
+    /// A link that was made after a reference of this epoch has led to another.
+    pub(super) fn note_stale(&mut self, road: RoadId, epoch: Epoch) {
+        if let Some(r) = self.roads.get_mut(&road).filter(|r| !r.stale.contains(&epoch)) {
+            r.stale.truncate(MAX_STALE - 1);
+            r.stale.push_front(epoch);
+        }
     }
 
     pub(super) fn link(&self, road: RoadId) -> Option<LinkId> {
@@ -128,6 +149,7 @@ impl OwnerSession {
             failures: 0,
             last: None,
             met,
+            stale: VecDeque::new(),
         };
         self.roads.roads.insert(id, road);
         self.roads.by_target.insert(target, id);
@@ -155,6 +177,12 @@ impl OwnerSession {
 
     /// Nobody will read this lease: tells its producer.
     pub(super) fn decline_lease(&mut self, address: &str, fence: Fence) {
+        // References come from outside: many of them must not make as many links. A lease that is not declined has its end.
+        let many = self.roads.roads.len() >= MAX_ROADS;
+        let new_and_many = many && !self.roads.by_target.contains_key(&(address.to_owned(), fence.engine.clone()));
+        if new_and_many {
+            return;
+        }
         let road = self.road_to(address, &fence.engine);
         let up = self.roads.link(road).filter(|link| self.links.peer(*link).is_some());
         if let Some(link) = up {
@@ -169,7 +197,9 @@ impl OwnerSession {
     }
 
     fn say_declined(&mut self, link: LinkId, fence: Fence) {
-        self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
+        if self.links.knows_leases(link) {
+            self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Declined }));
+        }
     }
 
     fn travel(&mut self, road: RoadId) {

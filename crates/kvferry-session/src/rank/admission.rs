@@ -302,12 +302,16 @@ impl Flow {
     }
 
     fn posted(&mut self, number: u64, next: Option<Bytes>) -> u64 {
+        let waiting = self.streams.len().max(1) as u64;
         let Some(stream) = self.streams.get_mut(&number) else { return 0 };
         let bytes = stream.next;
         self.by_tag.remove(&(stream.tag, number));
         if self.fair {
             self.now = self.now.max(stream.tag);
         }
+        // Whoever comes anew begins where equal shares would have brought the others: so a long request is not passed for ever
+        // by short ones that come one after the other.
+        self.now += bytes / waiting;
         stream.tag += bytes;
         stream.next = next.map_or(0, Bytes::get);
         self.by_tag.insert((stream.tag, number));

@@ -177,6 +177,7 @@ impl TryFrom<dto::Release> for Release {
         let reads = match d.reads {
             dto::ReadsEnd::Complete => ReadsEnd::Complete,
             dto::ReadsEnd::Abandoned => ReadsEnd::Abandoned,
+            dto::ReadsEnd::Declined => ReadsEnd::Declined,
         };
         Ok(Self { fence: d.fence.try_into()?, reads })
     }
@@ -187,6 +188,7 @@ impl From<&Release> for dto::Release {
         let reads = match m.reads {
             ReadsEnd::Complete => dto::ReadsEnd::Complete,
             ReadsEnd::Abandoned => dto::ReadsEnd::Abandoned,
+            ReadsEnd::Declined => dto::ReadsEnd::Declined,
         };
         Self { fence: (&m.fence).into(), reads }
     }
