@@ -49,30 +49,32 @@ async fn main() -> fake::Result<()> {
 /// One request: have its cache in our own blocks, pulled or computed, then go on from there.
 async fn answer(decode: Arc<Decode>, request: Value) -> fake::Result<Value> {
     let Request { prompt, kv_transfer_params } = serde_json::from_value(request)?;
-    let blocks = decode.cache.take(prompt.len())?;
-    let (blocks, how) = match kv_transfer_params.source() {
-        Source::At(reference) => decode.pull(reference, &prompt, blocks).await?,
-        // A reference that was lost on the way is no reason to fail.
-        Source::Lost | Source::None => {
-            decode.cache.compute(&prompt, &blocks)?;
-            (blocks, "computed here: no reference came with the request".to_owned())
-        }
-    };
-    // Here it would generate; this one looks whether the cache is what it would have computed.
-    let wrong = decode.cache.wrong(&prompt, &blocks)?;
+    let mut blocks = decode.cache.take(prompt.len())?;
+    let answered = decode.run(&prompt, kv_transfer_params.source(), &mut blocks).await;
+    // Whatever came of it, no block is lost.
     decode.cache.give_back(blocks);
-    Ok(json!({"cache": how, "wrong_bytes": wrong}))
+    answered
 }
 
 impl Decode {
-    /// Pulls a prompt's cache into blocks, or computes it where that fails; gives the blocks that have it.
-    async fn pull(
-        &self,
-        from: &Reference,
-        prompt: &[u32],
-        blocks: Vec<BlockId>,
-    ) -> fake::Result<(Vec<BlockId>, String)> {
-        let group = DstPaged { table: BlockTable::new(0, &blocks), cached: Tokens::ZERO };
+    /// Leaves in `blocks` what may be used again.
+    async fn run(&self, prompt: &[u32], from: Source<'_>, blocks: &mut Vec<BlockId>) -> fake::Result<Value> {
+        let how = match from {
+            Source::At(reference) => self.pull(reference, prompt, blocks).await?,
+            // A reference that was lost on the way is no reason to fail.
+            Source::Lost | Source::None => {
+                self.cache.compute(prompt, blocks)?;
+                "computed here: no reference came with the request".to_owned()
+            }
+        };
+        // Here it would generate; this one looks whether the cache is what it would have computed.
+        let wrong = self.cache.wrong(prompt, blocks)?;
+        Ok(json!({"cache": how, "wrong_bytes": wrong}))
+    }
+
+    /// Pulls a prompt's cache into blocks, or computes it where that fails, into others if need be.
+    async fn pull(&self, from: &Reference, prompt: &[u32], blocks: &mut Vec<BlockId>) -> fake::Result<String> {
+        let group = DstPaged { table: BlockTable::new(0, blocks), cached: Tokens::ZERO };
         let tokens = Tokens::new(prompt.len() as u64);
         let mut pull = PullSpec::new(tokens, vec![group.into()], ContentKey::of(prompt, "", &[]));
         // Later it is quicker to compute it here.
@@ -80,15 +82,21 @@ impl Decode {
         let failed = match self.engine.pull(from.clone(), pull).await?.await {
             Ok(delivered) => {
                 let report = delivered.report();
-                let how = format!("pulled {} from {} rank pairs", report.bytes(), report.pairs.len());
-                return Ok((blocks, how));
+                return Ok(format!("pulled {} from {} rank pairs", report.bytes(), report.pairs.len()));
             }
             Err(PullError::Failed(failed)) => failed,
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                // The engine has ended in the middle: nobody says any more what its ranks may still write.
+                blocks.clear();
+                return Err(error.into());
+            }
         };
         // Nothing of it may be used. Blocks that a rank may still write are not used again: here they are left alone.
-        let blocks = if failed.report.in_doubt.is_empty() { blocks } else { self.cache.take(prompt.len())? };
-        self.cache.compute(prompt, &blocks)?;
-        Ok((blocks, format!("computed here: {failed}")))
+        if !failed.report.in_doubt.is_empty() {
+            blocks.clear();
+            *blocks = self.cache.take(prompt.len())?;
+        }
+        self.cache.compute(prompt, blocks)?;
+        Ok(format!("computed here: {failed}"))
     }
 }

@@ -7,7 +7,7 @@
 //! ```
 #![allow(clippy::print_stdout, reason = "a program that prints")]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvferry::{
@@ -31,7 +31,14 @@ struct Prefill {
     engine: Engine,
     cache: fake::Cache,
     /// Blocks that a decode engine may read.
-    lent: Mutex<HashMap<LeaseId, Vec<BlockId>>>,
+    lent: Mutex<Lent>,
+}
+
+#[derive(Default)]
+struct Lent {
+    blocks: HashMap<LeaseId, Vec<BlockId>>,
+    /// Leases that were over before it was noted here what they lend.
+    over: HashSet<LeaseId>,
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -67,7 +74,7 @@ async fn answer(prefill: Arc<Prefill>, request: Value) -> fake::Result<Value> {
     let offer = OfferSpec::new(vec![group.into()], ContentKey::of(&prompt, "", &[]));
     match prefill.engine.offer(offer).await {
         Ok(reference) => {
-            prefill.lent().insert(reference.lease(), blocks);
+            prefill.lend(reference.lease(), blocks);
             Ok(json!({"kv_transfer_params": TransferParams::of(reference)}))
         }
         Err(error) => {
@@ -82,14 +89,29 @@ async fn take_back(prefill: Arc<Prefill>, mut events: OwnerEvents) {
     while let Some(event) = events.next().await {
         if let OwnerEvent::Released { lease, how } = event {
             println!("lease {lease}: {}", how.name());
-            let blocks = prefill.lent().remove(&lease);
-            prefill.cache.give_back(blocks.unwrap_or_default());
+            prefill.released(lease);
         }
     }
 }
 
 impl Prefill {
-    fn lent(&self) -> std::sync::MutexGuard<'_, HashMap<LeaseId, Vec<BlockId>>> {
-        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Notes what a lease lends. The lease may be over already, and its event seen: the offer's answer and the event come to two tasks.
+    fn lend(&self, lease: LeaseId, blocks: Vec<BlockId>) {
+        let mut lent = self.lent.lock().unwrap_or_else(PoisonError::into_inner);
+        if lent.over.remove(&lease) {
+            self.cache.give_back(blocks);
+        } else {
+            lent.blocks.insert(lease, blocks);
+        }
+    }
+
+    fn released(&self, lease: LeaseId) {
+        let mut lent = self.lent.lock().unwrap_or_else(PoisonError::into_inner);
+        match lent.blocks.remove(&lease) {
+            Some(blocks) => self.cache.give_back(blocks),
+            None => {
+                lent.over.insert(lease);
+            }
+        }
     }
 }

@@ -85,16 +85,17 @@ pub struct ControlOptions {
 pub struct SecurityOptions {
     /// How links are protected. Default: not at all, which is refused where other hosts can connect.
     pub mode: SecurityMode,
-    /// Allows to listen without protection where other hosts can connect: whoever can connect can read what is offered.
-    /// Default no.
+    /// Allows to listen without protection where other hosts can connect, and to connect to other hosts: whoever can connect can read
+    /// what is offered, and whoever is at a reference's address is believed. Default no.
     pub plaintext_beyond_loopback: bool,
-    /// Accepts private keys in files that every user of this host may read. Default no.
+    /// Accepts private keys in files that every user of this host may read; not together with `Plaintext`. Default no.
     pub readable_by_others: bool,
     /// The engines that may link with this one: ids, or beginnings of ids followed by `*`; `None`: any. Without protection a
     /// peer may claim whichever id it likes. Default `None`.
     pub engines: Option<Vec<String>>,
     /// Which engine a peer that proves a name may be; a `*` at a name's end stands for any rest. Empty: with TLS, a certificate has
-    /// the name `kvferry` and the engine's id; with shared keys, whoever has one may be any engine. Default empty.
+    /// the name `kvferry` and the engine's id; with shared keys, whoever has one may be any engine. Must be empty with `Plaintext`,
+    /// where nobody proves a name. Default empty.
     pub allow: BTreeMap<String, AllowedAs>,
 }
 
@@ -137,10 +138,11 @@ pub enum AllowedAs {
     Engines(Vec<String>),
 }
 
-/// How an engine's workers read.
+/// How an engine's workers read. An [`Engine`](crate::Engine) gives them to its ranks; whoever starts workers gives them by
+/// [`WorkerBuilder::options`](crate::WorkerBuilder::options).
 #[derive(Clone, PartialEq, Debug)]
 pub struct WorkerOptions {
-    /// How long the owner's socket may take to appear. Default 30 s.
+    /// How long the owner's socket may take to appear. Default 30 s. Ranks of an [`Engine`](crate::Engine) need no socket.
     pub connect_timeout: Duration,
     /// Staging memory and what goes through it. Default: none.
     pub staging: StagingOptions,
@@ -193,7 +195,9 @@ impl EngineConfig {
         read::read(file, text).0
     }
 
-    /// What makes no sense in it, although each value could be right. [`from_toml`](Self::from_toml) has done so.
+    /// What makes no sense in it, although each value could be right. [`from_toml`](Self::from_toml) has done so. Whether other
+    /// hosts can connect without protection is not looked at here but at the start: [`security`](crate::OwnerBuilder::security) in
+    /// code may protect what a file makes reachable.
     ///
     /// # Errors
     /// Every contradiction.

@@ -40,7 +40,8 @@
 //! This is the only crate that knows tokio, sockets and the clock; one file reads the clock (`driver.rs`). Everything that
 //! is decided is decided in [`kvferry_session`].
 //!
-//! What happens to a future that is dropped: [`Owner::offer`] takes the offer back; [`PullHandle`] gives the pull up, which ends when
+//! What returns a future does nothing until that is polled for the first time; await it, or spawn it. What happens to a future that is
+//! dropped after that: [`Owner::offer`] takes the offer back; [`PullHandle`] gives the pull up, which ends when
 //! its ranks have stopped; [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the same; [`Owner::drain`] has begun
 //! to drain, and shuts down.
 //!

@@ -1,8 +1,9 @@
 //! What an owner counts, told to whatever recorder the application has chosen through the `metrics` facade.
 //!
 //! The driver owns one [`OwnerMetrics`] and calls it once for each thing that happens. Everything with a name is made once: each peer
-//! gets its handles when it is first seen, and an event looks them up and adds. Labels are bounded: a peer is one of the first
-//! [`MAX_PEERS`] engines, or `other`; all other labels are words from fixed lists. Without a recorder the handles do nothing. Set
+//! gets its handles when it is first met, and an event looks them up and adds. Labels are bounded: a peer is one of the first
+//! [`MAX_PEERS`] engines with which a link was up, or `other`, so that ids which only a reference names take no place; all other
+//! labels are words from fixed lists. Without a recorder the handles do nothing. Set
 //! the recorder before the owner starts: handles don't move from one to another.
 //!
 //! It reads no clock and decides nothing.
@@ -38,8 +39,10 @@ pub(crate) struct OwnerMetrics {
     engine: Label,
     /// Where each of the first engines is in `peers`.
     places: HashMap<EngineId, usize>,
-    /// One for each of them, and after the last possible one that of all others.
+    /// One for each of them.
     peers: Vec<PeerMetrics>,
+    /// That of all other engines, once there was one.
+    others: Option<PeerMetrics>,
     offers: [Counter; 2],
     unbound: Words<Counter>,
     ages: Words<Histogram>,
@@ -91,6 +94,7 @@ impl OwnerMetrics {
         Self {
             places: HashMap::new(),
             peers: Vec::new(),
+            others: None,
             offers,
             unbound: Words::new(&n::LEASES_CLOSED, "how", vec![e.clone(), Label::new("peer", "none")]),
             ages: Words::new(&n::LEASE_AGE, "how", vec![e.clone()]),
@@ -149,6 +153,7 @@ impl OwnerMetrics {
     pub(crate) fn link_up(&mut self, peer: &EngineId, took: Duration) {
         self.standing.links += 1;
         self.handshakes.of("ok").increment(1);
+        self.meet(peer);
         self.peer(peer).handshake_time.record(took);
     }
 
@@ -185,15 +190,18 @@ impl OwnerMetrics {
     /// What there is now, with what only the session knows: blocks in quarantine, ranks of the engine, and how many of them are
     /// missing. To be told whenever the driver has nothing left to do.
     pub(crate) fn standing(&mut self, quarantined: usize, ranks: usize, missing: usize) {
-        #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
-        let set = |gauge: &Gauge, count: u64| gauge.set(count as f64);
-        let g = &self.gauges;
-        set(&g.pending, self.standing.pulls);
-        set(&g.leases, self.standing.leases);
-        set(&g.links, self.standing.links);
-        set(&g.quarantine, quarantined as u64);
-        set(&g.joined, ranks.saturating_sub(missing) as u64);
-        set(&g.missing, missing as u64);
+        let Standing { pulls, leases, links } = self.standing;
+        let [joined, missing] = [ranks.saturating_sub(missing), missing].map(|n| n as u64);
+        self.set_gauges([pulls, leases, quarantined as u64, links, joined, missing]);
+    }
+
+    /// Pulls, leases, blocks in quarantine, links, ranks that have joined and that are missing.
+    fn set_gauges(&self, counts: [u64; 6]) {
+        let Gauges { pending, leases, quarantine, links, joined, missing } = &self.gauges;
+        for (gauge, count) in [pending, leases, quarantine, links, joined, missing].into_iter().zip(counts) {
+            #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
+            gauge.set(count as f64);
+        }
     }
 
     /// When [`interval`](Self::interval) has something to say; `None` while it has nothing.
@@ -258,25 +266,25 @@ impl OwnerMetrics {
     }
 
     fn peer(&mut self, peer: &EngineId) -> &mut PeerMetrics {
-        let at = match self.places.get(peer) {
-            Some(at) => *at,
-            None => self.meet(peer),
-        };
-        &mut self.peers[at]
+        match self.places.get(peer) {
+            Some(at) => &mut self.peers[*at],
+            None => self.others.get_or_insert_with(|| PeerMetrics::new(&self.engine, "other")),
+        }
     }
 
-    /// The place of a peer that has none of its own yet.
-    fn meet(&mut self, peer: &EngineId) -> usize {
-        let at = self.places.len();
-        let has_place = at < MAX_PEERS;
-        if self.peers.len() == at {
-            let name = if has_place { peer.as_str() } else { "other" };
-            self.peers.push(PeerMetrics::new(&self.engine, name));
+    /// Gives a peer a place of its own, while there are some.
+    fn meet(&mut self, peer: &EngineId) {
+        if self.peers.len() < MAX_PEERS && !self.places.contains_key(peer) {
+            self.places.insert(peer.clone(), self.peers.len());
+            self.peers.push(PeerMetrics::new(&self.engine, peer.as_str()));
         }
-        if has_place {
-            self.places.insert(peer.clone(), at);
-        }
-        at
+    }
+}
+
+/// With its owner's end there is nothing more of the engine; gauges would say for ever what there was.
+impl Drop for OwnerMetrics {
+    fn drop(&mut self) {
+        self.set_gauges([0; 6]);
     }
 }
 

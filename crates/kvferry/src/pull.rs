@@ -31,7 +31,8 @@ impl PullHandle {
         self.id
     }
 
-    /// Asks to give the pull up; await the handle for its end.
+    /// Asks to give the pull up, as soon as the future is polled; it never waits. Await the handle for the pull's end. To ask without a
+    /// future: [`Owner::abort`](crate::Owner::abort), or drop the handle.
     ///
     /// # Errors
     /// If the owner was shut down.

@@ -52,7 +52,7 @@ pub struct LinkSnapshot {
     pub address: Option<String>,
     /// `up`, or what it waits for.
     pub state: Cow<'static, str>,
-    /// For how long it has been in this state.
+    /// For how long it has been up; before that, since it was begun.
     pub since_ms: u64,
     /// The version of the protocol that both speak.
     pub version: Option<u16>,
@@ -73,7 +73,7 @@ pub struct LeaseSnapshot {
     pub consumer: Option<String>,
     /// What it waits for.
     pub waiting_for: Cow<'static, str>,
-    /// Since the offer.
+    /// Since the offer, also once it is bound.
     pub since_ms: u64,
     /// How long it has left.
     pub left_ms: Option<u64>,

@@ -21,6 +21,7 @@ use kvferry_session::{CacheError, LaneReport, LocalCache, RankSession, StagingCo
 use kvferry_transport::preflight::Policy;
 use kvferry_transport::{Region, Transport};
 
+use crate::config::WorkerOptions;
 use crate::memory::RankPort;
 use crate::permuter::Permuter;
 
@@ -137,6 +138,17 @@ impl std::fmt::Debug for WorkerBuilder {
 }
 
 impl WorkerBuilder {
+    /// All that a configuration says of workers, [`EngineConfig::worker`](crate::config::EngineConfig::worker), instead of what was
+    /// set before.
+    #[must_use]
+    pub fn options(mut self, options: &WorkerOptions) -> Self {
+        self.connect = options.connect_timeout;
+        self.staging = options.staging;
+        self.policy = options.lanes.clone();
+        self.admission = options.admission;
+        self
+    }
+
     /// How long the owner's socket may take to appear. Default 30 s.
     #[must_use]
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {

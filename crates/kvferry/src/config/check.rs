@@ -57,16 +57,7 @@ pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault
         );
     }
     if let Some(listen) = &c.control.listen {
-        let open = c.security.mode == SecurityMode::Plaintext && !c.security.plaintext_beyond_loopback;
-        if open && !listen.is_local() {
-            contradiction(
-                "control.listen",
-                format!(
-                    "is {listen}, which other hosts can reach, but links are not protected: set security.mode to \"tls\" or \
-                     \"shared_key\", or security.plaintext_beyond_loopback where the network is trusted"
-                ),
-            );
-        }
+        // Whether other hosts may reach it is judged at the start: how links are protected may be said in code.
         if c.control.advertise.is_none() && !listen.is_local() && !listen.is_definite() {
             contradiction(
                 "control.listen",
@@ -80,6 +71,17 @@ pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault
         }
         if c.control.listen.is_none() {
             contradiction("control.advertise", "is set, but control.listen isn't: nobody would answer there".into());
+        }
+    }
+    if c.security.mode == SecurityMode::Plaintext {
+        if !c.security.allow.is_empty() {
+            let text = "is there, but with security.mode = \"plaintext\" nobody proves a name, so everybody would be let in: \
+                        set security.mode to \"tls\" or \"shared_key\", or take it out (what security in code allows is said there)";
+            contradiction("security.allow", text.into());
+        }
+        if c.security.readable_by_others {
+            let text = "is set, but with security.mode = \"plaintext\" no file with secrets is read: take it out";
+            contradiction("security.readable_by_others", text.into());
         }
     }
     let lease = &c.lease;

@@ -151,6 +151,7 @@ fn limits(r: &mut Reader, c: &mut EngineConfig) {
     r.count("limits.pulls", &mut c.pulls, 1);
     r.count("limits.leases", &mut c.leases, 1);
     r.count("limits.bound", &mut c.bound, 1);
+    r.count("limits.links", &mut c.links, 1);
     r.count("limits.manifests", &mut c.manifests, 0);
 }
 

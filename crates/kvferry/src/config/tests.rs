@@ -189,12 +189,7 @@ threads = 99999999999999999999
 #[test]
 fn values_that_cannot_be_together_are_faults_of_the_key_to_change() {
     for (text, key, what) in [
-        ("control.listen = \"tcp:0.0.0.0:7600\"", "control.listen", "security.mode"),
-        (
-            "control.listen = \"tcp:0.0.0.0:7600\"\nsecurity.plaintext_beyond_loopback = true",
-            "control.listen",
-            "advertise",
-        ),
+        ("control.listen = \"tcp:0.0.0.0:7600\"", "control.listen", "advertise"),
         ("control.advertise = \"tcp:1.2.3.4:7600\"", "control.advertise", "control.listen isn't"),
         (
             "control = { listen = \"tcp:127.0.0.1:0\", advertise = \"tcp:1.2.3.4:0\" }",
@@ -212,6 +207,9 @@ fn values_that_cannot_be_together_are_faults_of_the_key_to_change() {
         ("security.mode = \"tls\"", "security.tls.roots", "is missing"),
         ("security.mode = \"shared_key\"", "security.shared_key.key", "is missing"),
         ("security.shared_key.id = \"k\"", "security.shared_key", "security.mode is another"),
+        ("security.allow.\"decode-*\" = \"same\"", "security.allow", "everybody would be let in"),
+        ("security.readable_by_others = true", "security.readable_by_others", "no file with secrets is read"),
+        ("limits.links = 0", "limits.links", "1 at least"),
     ] {
         let lines = faults(&format!("id = \"e\"\n{text}"));
         let found = lines.iter().any(|l| l.contains(&format!(" {key}: ")) && l.contains(what));
@@ -220,7 +218,13 @@ fn values_that_cannot_be_together_are_faults_of_the_key_to_change() {
     let mut c = usual();
     c.control.listen = Some("tcp:[::]:7600".parse().unwrap());
     let said = c.check().unwrap_err().to_string();
-    assert!(said.starts_with("control.listen: is tcp:[::]:7600, which other hosts can reach"), "{said}");
+    assert!(said.starts_with("control.listen: is tcp:[::]:7600, which peers can't connect to"), "{said}");
+    // Keys may come from code: whether links are protected is known at the start.
+    assert_eq!(toml("id = \"e\"\ncontrol.listen = \"tcp:10.0.3.17:7600\"").map(|_| ()), Ok(()));
+    let mut c = usual();
+    c.security.allow.insert("decode-0".into(), AllowedAs::Same);
+    let said = c.check().unwrap_err().to_string();
+    assert!(said.starts_with("security.allow: is there, but"), "{said}");
 }
 
 #[test]

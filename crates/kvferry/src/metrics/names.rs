@@ -95,8 +95,8 @@ metrics! {
     PHASE_TIME = histogram("kvferry_pull_phase_seconds", SECONDS, &["peer", "phase"], "how long pulls were in a phase");
     QUEUE_TIME = histogram("kvferry_pull_queue_seconds", SECONDS, &["peer"], "of the read phase: until a rank's first read had its turn, the slowest rank");
     PULL_BYTES = histogram("kvferry_pull_bytes", BYTES, &["peer"], "bytes of a delivered pull");
-    WIRE_BYTES = counter("kvferry_wire_bytes_total", &["peer"], "bytes that ranks have read, for pulls that were delivered and others");
-    IDEAL_BYTES = counter("kvferry_ideal_bytes_total", &["peer"], "bytes that delivered pulls lacked, each once for each rank that holds it");
+    WIRE_BYTES = counter("kvferry_wire_bytes_total", &["peer"], "bytes read by ranks that have read their whole part, in the last attempts of pulls that were delivered and others");
+    IDEAL_BYTES = counter("kvferry_ideal_bytes_total", &["peer"], "of those, the bytes of delivered pulls: what they lacked, each once for each rank that holds it");
     ZEROED_BYTES = counter("kvferry_zeroed_bytes_total", &["peer"], "bytes zeroed behind the moved tokens");
     COMPARED_BYTES = counter("kvferry_compared_bytes_total", &["peer"], "bytes whose digests were compared on both sides");
     DESCRIPTORS = counter("kvferry_descriptors_total", &["peer", "merged"], "descriptors of reads, before and after neighbours were merged");
@@ -105,7 +105,7 @@ metrics! {
     LEASE_AGE = histogram("kvferry_lease_age_seconds", LONG_SECONDS, &["how"], "from the offer to the lease's end; how read: its age when it was read");
     FENCE_REJECTIONS = counter("kvferry_fence_rejections_total", &["peer"], "releases that were answered Stale: the consumer has thrown away what it had read");
     HANDSHAKES = counter("kvferry_handshakes_total", &["outcome"], "links to other owners: ok, failed, refused");
-    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "from a link's beginning until both owners know each other");
+    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until both owners know each other, from the call to connect; of links that others began, from when their end has proven who it is");
     LINKS_LOST = counter("kvferry_links_lost_total", &["peer"], "links that were up and are gone, idle ones among them");
     HEARTBEATS = counter("kvferry_heartbeats_total", &["peer", "direction"], "heartbeats, each for all leases of a peer: sent, received");
     RANKS_LOST = counter("kvferry_ranks_lost_total", &[], "ranks of this engine that are gone");

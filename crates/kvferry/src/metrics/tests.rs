@@ -60,6 +60,7 @@ fn failed(peer: &str, cause: FailureCause) -> Failed {
 /// Everything that can happen, once.
 fn everything(m: &mut OwnerMetrics) {
     let peer = id("p");
+    m.link_up(&peer, Duration::from_millis(2));
     for _ in 0..3 {
         m.pull_begun();
     }
@@ -74,7 +75,6 @@ fn everything(m: &mut OwnerMetrics) {
     m.lease_closed(Closing::Read, Duration::from_secs(1), Some(&peer));
     m.lease_closed(Closing::Expired, Duration::from_secs(30), None);
     m.fence_rejected(&peer);
-    m.link_up(&peer, Duration::from_millis(2));
     m.link_failed(Unmet::Failed);
     m.link_failed(Unmet::Refused);
     m.link_down(&peer);
@@ -96,8 +96,14 @@ fn rendered(happens: impl FnOnce(&mut OwnerMetrics)) -> String {
         }
     }
     let recorder = builder.build_recorder();
-    metrics::with_local_recorder(&recorder, || happens(&mut OwnerMetrics::new(&id("d"))));
-    recorder.handle().render()
+    let mut text = String::new();
+    metrics::with_local_recorder(&recorder, || {
+        let mut m = OwnerMetrics::new(&id("d"));
+        happens(&mut m);
+        // Its gauges are zero afterwards.
+        text = recorder.handle().render();
+    });
+    text
 }
 
 /// The value of a series, without the label of the engine.
@@ -279,6 +285,36 @@ fn peers_beyond_the_first_ones_are_counted_together() {
     assert_eq!(series["kvferry_handshake_seconds_count{peer=\"p3\"}"], 2.0);
     let peers = series.keys().filter(|k| k.starts_with("kvferry_handshake_seconds_count")).count();
     assert_eq!(peers, MAX_PEERS + 1);
+}
+
+/// A reference names whatever engine it likes.
+#[test]
+fn an_engine_that_was_never_met_takes_no_place() {
+    let text = rendered(|m| {
+        for i in 0..MAX_PEERS + 50 {
+            m.pull_begun();
+            m.pull_ended(&Err(failed(&format!("forged{i}"), FailureCause::Stale)));
+        }
+        m.link_up(&id("p"), Duration::ZERO);
+        m.pull_begun();
+        m.ended(&report("p"), None);
+    });
+    let series = series(&text);
+    assert_eq!(series["kvferry_pulls_total{peer=\"other\",outcome=\"failed\"}"], 178.0);
+    assert_eq!(series["kvferry_pulls_total{peer=\"p\",outcome=\"delivered\"}"], 1.0);
+    assert!(!text.contains("forged"), "{text}");
+}
+
+#[test]
+fn after_an_owners_end_its_gauges_are_zero_and_its_counters_as_they_were() {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || everything(&mut OwnerMetrics::new(&id("d"))));
+    let series = series(&recorder.handle().render());
+    for metric in METRICS.iter().filter(|m| m.kind == MetricKind::Gauge) {
+        let of_it: Vec<_> = series.iter().filter(|(name, _)| name.split('{').next() == Some(metric.name)).collect();
+        assert!(!of_it.is_empty() && of_it.iter().all(|(_, value)| **value == 0.0), "{}: {of_it:?}", metric.name);
+    }
+    assert_eq!(series["kvferry_ranks_lost_total"], 1.0);
 }
 
 #[test]

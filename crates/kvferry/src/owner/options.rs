@@ -17,10 +17,12 @@ use crate::secure::{AllowedPeer, Security, SecurityError, SharedKeyOptions, TlsO
 pub struct ConnectionLimits {
     /// Links to other owners at a time, of both directions. Default 4,096; more are closed at once, and whoever asked tries again.
     pub peers: usize,
-    /// Of the links that others have begun, those of which nobody knows yet whose they are. Default 256; with one more, the oldest
-    /// is closed, so that silent clients don't keep others out for the whole of the handshake's time.
+    /// Of the links that others have begun, those that have not proven yet who they are, and as many again that have, but of which nobody
+    /// knows yet which engine they are. Default 256; with one more, the oldest is closed, so that silent clients don't keep others out for
+    /// the whole of the handshake's time.
     pub strangers: usize,
-    /// Bytes of the longest message of a stranger. Default 8 MiB; an engine whose description is longer can't be met.
+    /// Bytes of the longest message of a stranger. Default 8 MiB; links of an engine whose description is longer fail. 16 MiB is the
+    /// longest message at all.
     pub stranger_message: usize,
     /// Bytes of unfinished messages of all strangers together. Default 64 MiB; who sends more is closed.
     pub stranger_bytes: usize,
@@ -51,8 +53,7 @@ impl Options {
         Self { config, spec, groups, identity: None, security: None }
     }
 
-    /// What makes no sense together. Addresses are judged when they are bound: how links are protected may be said beside the
-    /// configuration.
+    /// What makes no sense together. Addresses are judged when they are bound, with how links are protected in the end.
     pub(crate) fn check(&self) -> Result<(), ConfigErrors> {
         let mut config = self.config.clone();
         (config.control.listen, config.control.advertise) = (None, None);
@@ -175,8 +176,9 @@ macro_rules! setters {
             self
         }
 
-        /// Allows to listen where other hosts can connect, although links are neither encrypted nor authenticated: whoever
-        /// can connect can read what is offered. Not needed with [`security`](Self::security).
+        /// Allows to listen where other hosts can connect, and to connect to other hosts, although links are neither encrypted nor
+        /// authenticated: whoever can connect can read what is offered, and whoever is at a reference's address is believed. Not
+        /// needed with [`security`](Self::security).
         #[must_use]
         pub fn plaintext_beyond_loopback(mut self) -> Self {
             self.options.config.security.plaintext_beyond_loopback = true;
@@ -248,7 +250,8 @@ macro_rules! setters {
         }
 
         /// How many requests, leases and remembered peers there may be. Default: 65,536 requests, 1,048,576 leases, 65,536 bound by one
-        /// peer, 64 manifests of peers without a link. What is beyond is refused by name.
+        /// engine, 4 links made by one engine, 64 manifests of engines met. What is beyond is refused by name, but for links, of which
+        /// an engine's oldest is closed.
         #[must_use]
         pub fn limits(mut self, limits: $crate::Limits) -> Self {
             self.options.config.limits = limits;
