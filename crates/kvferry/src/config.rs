@@ -74,7 +74,8 @@ pub struct ControlOptions {
     pub rank_socket: Option<PathBuf>,
     /// How long a link may take until both owners know each other. Default 10 s.
     pub handshake_timeout: Duration,
-    /// After how long without a request a link is closed and what is known of the peer forgotten; `None`: never. Default 300 s.
+    /// After how long without a request a link that this engine has made is closed and what is known of the peer forgotten; those made
+    /// to it, after twice as long; `None`: never. Default 300 s.
     pub idle: Option<Duration>,
     /// How long ranks may take to stop after a pull has failed, before they count as in doubt. Default 2 s.
     pub grace: Duration,

@@ -17,9 +17,9 @@ use crate::secure::{AllowedPeer, Security, SecurityError, SharedKeyOptions, TlsO
 pub struct ConnectionLimits {
     /// Links to other owners at a time, of both directions. Default 4,096; more are closed at once, and whoever asked tries again.
     pub peers: usize,
-    /// Of the links that others have begun, those that have not proven yet who they are, and as many again that have, but of which nobody
-    /// knows yet which engine they are. Default 256; with one more, the oldest is closed, so that silent clients don't keep others out for
-    /// the whole of the handshake's time.
+    /// Of the links that others have begun, those that have proven nothing yet, and as many again that have, but of which nobody knows
+    /// yet which engine they are. Default 256; with one more, the oldest is closed, so that silent clients don't keep others out
+    /// for the whole of the handshake's time.
     pub strangers: usize,
     /// Bytes of the longest message of a stranger. Default 8 MiB; links of an engine whose description is longer fail. 16 MiB is the
     /// longest message at all.
@@ -241,8 +241,8 @@ macro_rules! setters {
             self
         }
 
-        /// After how long without a request a link is closed and its peer forgotten; `None`: never. Default 300 s. The next
-        /// request makes a new one.
+        /// After how long without a request a link that this engine has made is closed and its peer forgotten; those made to it, after
+        /// twice as long, so that no request meets their end. `None`: never. Default 300 s. The next request makes a new one.
         #[must_use]
         pub fn idle_timeout(mut self, timeout: Option<std::time::Duration>) -> Self {
             self.options.config.control.idle = timeout;
@@ -250,8 +250,8 @@ macro_rules! setters {
         }
 
         /// How many requests, leases and remembered peers there may be. Default: 65,536 requests, 1,048,576 leases, 65,536 bound by one
-        /// engine, 4 links made by one engine, 64 manifests of engines met. What is beyond is refused by name, but for links, of which
-        /// an engine's oldest is closed.
+        /// engine, 4 links made by one engine, 64 manifests of engines met. What is beyond is refused by name, but for a
+        /// link, if another one of its engine has no lease bound: then that is closed.
         #[must_use]
         pub fn limits(mut self, limits: $crate::Limits) -> Self {
             self.options.config.limits = limits;
