@@ -223,6 +223,24 @@ fn links_of_one_engine_are_bounded() {
     assert!(w.p.session.links.exists(other));
 }
 
+/// However long a peer's refusal is, what each of those who wait is told is short.
+#[test]
+fn a_refusal_is_cut_to_what_people_read() {
+    let mut w = Pair::leased();
+    w.answers = false;
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.pull(&fence);
+    w.carry(nothing);
+    let ours = w.d.connects.remove(0);
+    assert!(w.d.session.link_opened(ours, None, w.now));
+    let reasons = vec!["\u{e9}".repeat(8000); 64];
+    w.d.session.peer_message(ours, PeerMessage::Refused(reasons), w.now);
+    w.d.take();
+    let FailureCause::Handshake { reasons, .. } = &w.failed(pull).cause else { panic!("{:?}", w.failed(pull)) };
+    let bytes: usize = reasons.iter().map(String::len).sum();
+    assert!(bytes > 100 && bytes < 4096, "{bytes}");
+}
+
 /// HS-01: lists of allowed engines, and of those for which credentials stand, are kept at both ends.
 #[test]
 fn hs_01_only_allowed_and_proven_engines_meet() {

@@ -264,3 +264,47 @@ fn an_old_link_that_serves_goes_when_it_has_served() {
     assert_eq!((w.d.closed.clone(), w.links.len()), (vec![(of_d, Closing::Read)], 1));
     assert!(!w.d.session.links.exists(ours));
 }
+
+/// References of an epoch that was shown to be old make no link of their own, however many come.
+#[test]
+fn old_references_make_one_link_for_all() {
+    let mut w = Pair::leased();
+    let old = w.offer(1, Ttl::Usual);
+    w.one_request(2);
+    w.now += SECOND;
+    w.p.lose(0, w.now);
+    w.p.rejoin(0, w.now);
+    w.carry(nothing);
+    w.now += SECOND;
+    let long = w.offer(3, Ttl::Usual);
+    let long = w.pull(&long);
+    w.carry(nothing);
+    assert_eq!(w.phase(long), Some(Phase::Read));
+    let up = w.d.up.len();
+    for n in 0..20u128 {
+        w.now += SECOND / 10;
+        let stale = w.pull(&Fence { lease: LeaseId::new(100 + n), ..old.clone() });
+        w.carry(nothing);
+        assert_eq!(w.end_of(stale), "StaleEpoch");
+    }
+    assert!(w.d.up.len() <= up + 1, "{} links", w.d.up.len() - up);
+    w.read(long);
+    w.carry(nothing);
+    assert_eq!(w.end_of(long), "Delivered");
+}
+
+/// A consumer of version 2 keeps its link and its notion of the engine for ever: the producer closes it when it is another.
+#[test]
+fn a_peer_of_version_2_meets_the_engine_that_was_made_anew() {
+    let mut w = Pair::leased();
+    w.speaks = Some(kvferry_proto::handshake::Versions { min: 2, max: 2 });
+    w.one_request(1);
+    w.now += SECOND;
+    w.p.lose(0, w.now);
+    w.p.rejoin(0, w.now);
+    w.carry(nothing);
+    assert_eq!((w.links.len(), w.p.down.len()), (0, 1));
+    w.now += SECOND;
+    let pull = w.one_request(2);
+    assert_eq!(w.end_of(pull), "Delivered");
+}

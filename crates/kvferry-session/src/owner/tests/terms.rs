@@ -398,7 +398,9 @@ fn an_offer_is_declined_by_its_own_fence_only() {
     let (ours, _) = w.links[0];
     let fence = w.offer(2, Ttl::Usual);
     let other = Fence { attempt: kvferry_proto::names::Attempt::new(1), ..fence.clone() };
-    for (fence, reads) in [(other, ReadsEnd::Abandoned), (fence.clone(), ReadsEnd::Complete)] {
+    let own = || fence.clone();
+    // What follows a bind that was refused, or was never one, takes the lease from nobody.
+    for (fence, reads) in [(other, ReadsEnd::Declined), (own(), ReadsEnd::Abandoned), (own(), ReadsEnd::Complete)] {
         w.tell_p(ours, PeerMessage::Release(Release { fence, reads }));
         w.p.take();
         let Some((_, PeerMessage::ReleaseAnswer(answer))) = w.p.to_peer.pop_front() else { panic!("an answer") };
@@ -410,6 +412,28 @@ fn an_offer_is_declined_by_its_own_fence_only() {
     w.read(pull);
     w.carry(nothing);
     assert_eq!(w.end_of(pull), "Delivered");
+}
+
+/// It beats for nothing: what it has bound has no end but its own.
+#[test]
+fn what_a_peer_of_version_2_reads_does_not_expire() {
+    let mut w = Pair::leased();
+    w.speaks = Some(Versions { min: 2, max: 2 });
+    let fence = w.offer(1, Ttl::For(secs(30)));
+    w.pass(secs(20), nothing);
+    let pull = w.pull_as(PullWish { deadline: secs(500), ..wish(&fence) });
+    w.carry(nothing);
+    for _ in 0..20 {
+        w.pass(secs(10), nothing);
+    }
+    assert_eq!((w.phase(pull), w.p.closed.len()), (Some(Phase::Read), 0));
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+    // Unread, it ends as ever.
+    w.offer(2, Ttl::For(secs(30)));
+    w.pass(secs(31), nothing);
+    assert_eq!(w.p.closed.last().map(|(_, how)| *how), Some(Closing::Expired));
 }
 
 /// A neighbour of version 2 is served as before, and is never told what it doesn't know.

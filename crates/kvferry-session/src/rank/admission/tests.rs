@@ -267,6 +267,22 @@ fn nothing_starves_among_equals() {
     }
 }
 
+/// A long request with a late deadline has its share also where short ones of its engine take all that there is: as many wait
+/// as it has had slices, and each has as much of every other turn as the others.
+#[test]
+fn a_late_deadline_does_not_starve_behind_ever_new_ones() {
+    let each = 8 << 10;
+    let mut w = World::new(limits(each, each, 1, each, 1));
+    w.want(1, 1, each * 1000, 100, Some(1_000_000));
+    w.want(2, 1, each, 100, Some(0));
+    for i in 3..1000 {
+        w.want(i, 1, each, 100, Some(i));
+        w.run(1);
+    }
+    let of_1 = w.log.iter().filter(|id| **id == 1).count();
+    assert!(of_1 >= 20, "{of_1} of {}", w.log.len());
+}
+
 /// An engine with one request at a time has no more than one with many that wait; nor one that comes back.
 #[test]
 fn who_comes_back_has_no_more_than_who_waits() {
