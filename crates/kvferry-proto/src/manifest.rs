@@ -3,6 +3,7 @@
 //! Ranks say what they hold ([`RankJoin`]); the owner collects them in an [`Assembly`] and gets an [`EngineManifest`]
 //! when every rank has joined. The geometry inside is a proven [`Manifest`]; the blobs are opaque here.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -76,6 +77,16 @@ pub enum JoinError {
         /// The epoch of the second.
         epoch: Epoch,
     },
+    /// The life of the rank that the engine has lost wants to be taken back.
+    #[error(
+        "rank {rank} was lost, and joins with the epoch {epoch:.8} that it had: start it anew, with a fresh transport"
+    )]
+    SameLife {
+        /// The rank.
+        rank: RankId,
+        /// Its epoch.
+        epoch: Epoch,
+    },
     /// Its transport blob is too long.
     #[error("rank {rank}: its transport blob has {got} bytes, more than {limit}")]
     BlobTooLong {
@@ -110,6 +121,8 @@ pub struct Assembly {
     spec: ModelSpec,
     groups: Vec<CacheGroup>,
     joined: Vec<Option<RankJoin>>,
+    /// The lives of ranks that the complete engine has lost.
+    lost: BTreeMap<RankId, Epoch>,
 }
 
 /// What a join led to.
@@ -136,7 +149,7 @@ impl Assembly {
         if ranks == 0 || ranks > MAX_RANKS {
             return Err(JoinError::RankCount { got: ranks, limit: MAX_RANKS });
         }
-        Ok(Self { engine, epoch, spec, groups, joined: vec![None; ranks as usize] })
+        Ok(Self { engine, epoch, spec, groups, joined: vec![None; ranks as usize], lost: BTreeMap::new() })
     }
 
     /// The ranks that have not joined.
@@ -148,6 +161,14 @@ impl Assembly {
     pub fn leave(&mut self, rank: RankId) {
         if let Some(slot) = self.joined.get_mut(rank.index()) {
             *slot = None;
+        }
+    }
+
+    /// The complete engine has lost a rank. Its place is free again, but not for the same life of it: that a rank joins anew counts
+    /// as evidence that its life before has ended.
+    pub fn lose(&mut self, rank: RankId) {
+        if let Some(join) = self.joined.get_mut(rank.index()).and_then(Option::take) {
+            self.lost.insert(rank, join.epoch);
         }
     }
 
@@ -194,6 +215,9 @@ impl Assembly {
             // The constructor has proven that the number fits.
             None => Err(JoinError::OutOfRange { rank, ranks: u32::try_from(self.joined.len()).unwrap_or(u32::MAX) }),
             Some(Some(first)) => Err(JoinError::Repeated { rank, joined: first.epoch, epoch: join.epoch }),
+            Some(None) if self.lost.get(&rank) == Some(&join.epoch) => {
+                Err(JoinError::SameLife { rank, epoch: join.epoch })
+            }
             Some(None) => Ok(()),
         }
     }
@@ -374,6 +398,14 @@ mod tests {
         a.leave(rank);
         assert_eq!(missing(&a), [0, 1]);
         a.join(joins[0].clone()).unwrap();
+        // A rank that the complete engine loses must come back as another.
+        let mut complete = a.clone();
+        complete.join(joins[1].clone()).unwrap();
+        complete.lose(rank);
+        let epoch = joins[0].epoch;
+        assert_eq!(complete.join(joins[0].clone()).unwrap_err(), JoinError::SameLife { rank, epoch });
+        let anew = RankJoin { epoch: Epoch::new(77), ..joins[0].clone() };
+        assert!(matches!(complete.join(anew), Ok(Joined::Complete(_))));
         // Both have joined, and together they lack heads: the last is sent away, and may come back in order.
         let mut unsound = joins[1].clone();
         unsound.manifest = joins[0].manifest.clone();

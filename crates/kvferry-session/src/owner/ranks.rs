@@ -163,7 +163,10 @@ impl OwnerSession {
         self.ranks.links.remove(&link);
         let Some(rank) = rank else { return };
         self.ranks.by_rank.remove(&rank);
-        self.assembly.leave(rank);
+        match &self.life {
+            Life::Assembling => self.assembly.leave(rank),
+            _ => self.assembly.lose(rank),
+        }
         match &self.life {
             Life::Assembling => {}
             Life::Ready(local) => {

@@ -163,7 +163,8 @@ impl Side {
     /// A rank that was lost joins again, in another life.
     fn rejoin(&mut self, rank: u32, now: Duration) {
         let engine = self.session.config.engine.clone();
-        let life = 1 + u128::try_from(self.lost.len() + self.ready.len()).unwrap();
+        // Links are counted and never used again: so is a life.
+        let life = self.rank_links.iter().map(|link| u128::from(link.0)).max().unwrap_or(0) + 1;
         self.rank_links[usize::try_from(rank).unwrap()] = self.join(&engine, rank, life, now);
     }
 
