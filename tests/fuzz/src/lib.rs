@@ -32,7 +32,6 @@ pub mod secure;
 pub mod settings;
 pub mod wire;
 
-use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt::{Debug, Display};
 
@@ -89,8 +88,8 @@ pub struct Target {
     pub is_text: bool,
     /// The most bytes that one input may need at a time, [`LONGEST`] bytes long at most.
     pub memory: usize,
-    /// Where more is done with what was read than to read it: only reads it, and gives the most bytes that this may need.
-    pub read: Option<fn(&[u8]) -> usize>,
+    /// Where more is done with what was read than to read it: only reads it, which may need [`DECODER`] bytes at most.
+    pub read: Option<fn(&[u8])>,
 }
 
 /// The longest input, in bytes, for which a target's [`memory`](Target::memory) is promised.
@@ -98,8 +97,6 @@ pub const LONGEST: usize = 4096;
 
 /// What the decoder of an input from a peer, a router or a file of ours may need.
 pub const DECODER: usize = 1 << 20;
-/// What a message with an engine's description may need besides: the runs that prove its blocks apart are listed, 2^20 of them at most.
-pub const PROOF: usize = 255 << 20;
 /// Where an engine is described, described again, planned and compared besides: the list that proves a layout free from overlap is
 /// the largest piece.
 const WHOLE: usize = 256 << 20;
@@ -127,13 +124,11 @@ impl Target {
             assert!(kept, "{}: an input of {} bytes needs {bytes}, more than {most}", self.name, data.len());
         };
         if let Some(read) = self.read {
-            let most = Cell::new(0);
             let only = || {
-                most.set(read(data));
+                read(data);
                 Reached::default()
             };
-            let (_, bytes) = peak(&only);
-            within(bytes, most.get());
+            within(peak(&only).1, DECODER);
         }
         let (reached, bytes) = peak(&|| (self.run)(data));
         within(bytes, self.memory);

@@ -8,10 +8,10 @@ use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::rank::ToRank;
 use kvferry_proto::wire::{
     Frame, FrameReader, HEADER, WireError, decode_from_rank, decode_peer, decode_to_rank, encode_from_rank,
-    encode_peer, encode_to_rank, kind,
+    encode_peer, encode_to_rank,
 };
 
-use crate::{DECODER, PROOF, Reached, Reader, promise};
+use crate::{Reached, Reader, promise};
 
 /// A byte for the link, then `kind u16 | body` of one frame, or a stream of whole frames.
 ///
@@ -47,9 +47,8 @@ pub fn run(data: &[u8]) -> Reached {
     reached
 }
 
-/// Reads as [`run`] does, and does no more; gives how many bytes that may need.
-#[must_use]
-pub fn read(data: &[u8]) -> usize {
+/// Reads as [`run`] does, and does no more.
+pub fn read(data: &[u8]) {
     let mut r = Reader::new(data);
     let choice = r.byte();
     let decode = |frame: &Frame| match choice % 3 {
@@ -57,30 +56,21 @@ pub fn read(data: &[u8]) -> usize {
         1 => drop(decode_from_rank(frame)),
         _ => drop(decode_to_rank(frame)),
     };
-    let need = |frame: &Frame| match frame.kind {
-        kind::HELLO | kind::MANIFEST | kind::WELCOME | kind::PEER => DECODER + PROOF,
-        _ => DECODER,
-    };
     if choice < 128 {
-        let frame = Frame { kind: u16::from_le_bytes([r.byte(), r.byte()]), body: r.rest().to_vec() };
-        decode(&frame);
-        return need(&frame);
+        let kind = u16::from_le_bytes([r.byte(), r.byte()]);
+        return decode(&Frame { kind, body: r.rest().to_vec() });
     }
-    let (mut frames, mut most) = (FrameReader::new(1 << 16), DECODER);
+    let mut frames = FrameReader::new(1 << 16);
     for bytes in r.rest().chunks(usize::from(choice) - 120) {
         frames.extend(bytes);
         loop {
             match frames.next_frame() {
-                Ok(Some(frame)) => {
-                    decode(&frame);
-                    most = most.max(need(&frame));
-                }
+                Ok(Some(frame)) => decode(&frame),
                 Ok(None) => break,
-                Err(_) => return most,
+                Err(_) => return,
             }
         }
     }
-    most
 }
 
 /// Reads and writes one message of a link.
