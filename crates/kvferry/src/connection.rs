@@ -50,7 +50,7 @@ pub(crate) const LINGER: Duration = Duration::from_secs(5);
 const READ: usize = 64 << 10;
 /// Reads whose messages may wait for the driver: so that a reader can read while the driver works.
 const CREDITS: usize = 2;
-/// Bodies longer than this are decoded beside the runtime's threads, and only so many at a time.
+/// Bodies longer than this are decoded beside the runtime's threads, and only so many at a time, but for those of our own ranks.
 const LONG: usize = 32 << 10;
 const LONG_MESSAGES: usize = 2;
 
@@ -70,8 +70,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + fmt::Debug> Duplex for S {}
 /// What the connections of an owner share.
 #[derive(Debug)]
 pub(crate) struct Common {
-    /// Long messages that are decoded at a time: each may be a hello of whom nobody knows yet.
-    long: Semaphore,
+    /// Long messages of strangers that are decoded at a time: each may be a hello of whom nobody knows yet.
+    long_of_strangers: Semaphore,
+    /// The same of peers: strangers don't delay them.
+    long_of_peers: Semaphore,
     /// The longest message of a stranger.
     stranger_message: usize,
     /// Bytes of unfinished messages of all strangers, and the limit on them.
@@ -81,7 +83,8 @@ pub(crate) struct Common {
 impl Common {
     pub(crate) fn new(limits: &ConnectionLimits) -> Self {
         Self {
-            long: Semaphore::new(LONG_MESSAGES),
+            long_of_strangers: Semaphore::new(LONG_MESSAGES),
+            long_of_peers: Semaphore::new(LONG_MESSAGES),
             stranger_message: limits.stranger_message,
             stranger_bytes: (AtomicUsize::new(0), limits.stranger_bytes),
         }
@@ -328,12 +331,20 @@ impl<V: Voice> Listener<V> {
         }
     }
 
-    /// Decodes a frame; a long one beside the runtime's threads, and only a few at a time.
+    /// Decodes a frame; a long one beside the runtime's threads, and only a few at a time. Our ranks wait for nobody.
     async fn decode(&self, frame: Frame) -> Result<V::Message, String> {
         if frame.body.len() <= LONG {
             return V::decode(&frame);
         }
-        let _permit = self.common.long.acquire().await.map_err(|e| e.to_string())?;
+        let pool = match V::TRUSTED {
+            true => None,
+            false if self.control.trusted.load(Ordering::Relaxed) => Some(&self.common.long_of_peers),
+            false => Some(&self.common.long_of_strangers),
+        };
+        let _permit = match pool {
+            Some(pool) => Some(pool.acquire().await.map_err(|e| e.to_string())?),
+            None => None,
+        };
         tokio::task::spawn_blocking(move || V::decode(&frame)).await.map_err(|e| e.to_string())?
     }
 }
@@ -499,6 +510,36 @@ mod tests {
         assert!(matches!(&news[..], [News::PeerClosed(LINK, reason)] if reason.contains("not complete")));
         assert!(begun.elapsed() < FRAME + Duration::from_secs(10), "{:?}", begun.elapsed());
         drip.abort();
+    }
+
+    /// However many long messages strangers send, those of peers and ranks don't wait for them.
+    #[tokio::test]
+    async fn strangers_do_not_delay_long_messages_of_others() {
+        let common = Arc::new(Common::new(&ConnectionLimits::default()));
+        let _busy = common.long_of_strangers.acquire_many(2).await.unwrap();
+        // Nonsense, which is known only once it is decoded.
+        let long = || [&40_000u32.to_le_bytes()[..], &refused()[4..6], &[255; 40_000]].concat();
+        let link = |trusted: bool| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let (tell, heard) = inbox();
+            let connection = Connection::start(Stream::Unix(ours), LINK, tell, common.clone());
+            if trusted {
+                connection.trust();
+            }
+            (connection, heard, theirs)
+        };
+        let (_stranger, of_stranger, mut theirs) = link(false);
+        theirs.write_all(&long()).await.unwrap();
+        let (_peer, of_peer, mut peers) = link(true);
+        peers.write_all(&long()).await.unwrap();
+        assert!(matches!(next(&of_peer).await[..], [News::PeerNonsense(..)]));
+        let _busy = common.long_of_peers.acquire_many(2).await.unwrap();
+        let (ours, mut rank) = UnixStream::pair().unwrap();
+        let (tell, of_rank) = inbox();
+        let _rank = Connection::start(Stream::Unix(ours), RankLinkId(7), tell, common.clone());
+        rank.write_all(&long()).await.unwrap();
+        assert!(matches!(next(&of_rank).await[..], [News::RankClosed(..)]));
+        assert!(tokio::time::timeout(Duration::from_millis(50), of_stranger.filled()).await.is_err(), "it waits");
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@
 //! What two engines are to each other (compatible or not, the map of peers) is still computed on the driver, once for each pair
 //! of engines and salt.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -164,6 +164,8 @@ pub(crate) struct Bounds {
     pub(crate) ranks: u32,
     /// How long connecting and proving may take.
     pub(crate) handshake: Duration,
+    /// Whether links may lead to other hosts in plaintext.
+    pub(crate) plaintext_beyond_loopback: bool,
 }
 
 /// The driver is to end.
@@ -188,6 +190,8 @@ pub(crate) struct Driver {
     full: bool,
     /// Links that others have begun and that are not up.
     strangers: BTreeSet<LinkId>,
+    /// Links whose sockets are connecting, or prove themselves.
+    connecting: HashSet<LinkId>,
     /// Shared by the connections.
     common: Arc<Common>,
     bounds: Bounds,
@@ -197,7 +201,7 @@ pub(crate) struct Driver {
     /// What runs beside the driver and ends with it.
     tasks: JoinSet<()>,
     /// Kept for their drops.
-    _listening: (Vec<SocketFile>, Option<crate::memory::Listening>),
+    listening: (Vec<SocketFile>, Option<crate::memory::Listening>),
 }
 
 impl Driver {
@@ -228,12 +232,13 @@ impl Driver {
             paused: BTreeSet::new(),
             full: false,
             strangers: BTreeSet::new(),
+            connecting: HashSet::new(),
             common: Arc::new(Common::new(&bounds.limits)),
             bounds,
             security,
             drained: Vec::new(),
             tasks,
-            _listening: listening,
+            listening,
         }
     }
 
@@ -259,12 +264,6 @@ impl Driver {
                 }
             }
             self.flush();
-            if !self.drained.is_empty() && self.session.is_drained() {
-                for reply in self.drained.drain(..) {
-                    // Whoever asked need not wait for it.
-                    let _ = reply.send(());
-                }
-            }
             if !idle && self.clock.now() < stepped.saturating_add(OVERDUE) {
                 // Others of this runtime want their turn, too.
                 tokio::task::coop::consume_budget().await;
@@ -274,6 +273,13 @@ impl Driver {
             let deadline = self.session.step(stepped);
             self.carry_out();
             self.flush();
+            // Not before the step: the last of it may just have come to the end of its time.
+            if !self.drained.is_empty() && self.session.is_drained() {
+                for reply in self.drained.drain(..) {
+                    // Whoever asked need not wait for it.
+                    let _ = reply.send(());
+                }
+            }
             self.resume();
             while self.tasks.try_join_next().is_some() {}
             let (ranks, missing) = (self.bounds.ranks as usize, self.session.missing().len());
@@ -339,18 +345,24 @@ impl Driver {
             News::Called(command) => return self.command(command),
             News::Accepted(stream, proven) => self.accept(stream, proven),
             News::NotAccepted(reason) => {
-                self.observer.not_accepted(&reason);
-                let event = OwnerEvent::LinkFailed { address: None, reasons: vec![reason], refused: true };
-                self.events.push_of_stranger(event, now);
+                let told = self.events.may_tell_of_stranger(now);
+                self.observer.not_accepted(&reason, told);
+                if told {
+                    self.events.push(OwnerEvent::LinkFailed { address: None, reasons: vec![reason], refused: true });
+                }
             }
             News::MemoryAccepted(end) => self.accept_memory(end),
             News::Connected(link, Ok((stream, proven))) => {
+                self.connecting.remove(&link);
                 if self.session.link_opened(link, proven, now) {
                     let peer = self.peer(link, stream);
                     self.peers.insert(link, peer);
                 }
             }
-            News::Connected(link, Err(reason)) => self.session.link_closed(link, &reason, now),
+            News::Connected(link, Err(reason)) => {
+                self.connecting.remove(&link);
+                self.session.link_closed(link, &reason, now);
+            }
             News::MemoryConnected(link, end) => {
                 // Dropped, it closes the link.
                 if self.session.link_opened(link, None, now) {
@@ -400,8 +412,12 @@ impl Driver {
         }
     }
 
-    /// Ends all requests, and waits a little until all that was said is written.
+    /// Ends all requests, and waits a little until all that was said is written. Nobody can connect from the beginning of that on,
+    /// and whatever was listened on is free when it is done.
     async fn shut_down(&mut self) {
+        // The listeners are the tasks' own: they are closed when the tasks have ended, not when they are told to.
+        self.tasks.shutdown().await;
+        self.listening = (Vec::new(), None);
         self.session.shut_down(self.clock.now());
         self.carry_out();
         self.flush();

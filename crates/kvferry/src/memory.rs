@@ -1,19 +1,23 @@
 //! Links within one process: owners meet at a name, ranks join their owner's port. Messages are moved, not encoded.
 //!
 //! What is sent on such a link goes straight into the other end's inbox, all that one round of the driver has for it as one piece
-//! of news. Nothing is bounded here: what waits is of requests of this process, which are bounded themselves.
+//! of news. Nothing is bounded here: what waits is of requests of this process, which are bounded themselves. What waits for a rank
+//! may be of other owners, too; it is counted, roughly, so that the driver can keep the credits of whoever fills it.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvferry_geometry::request::{DstGroup, Request, SrcGroup};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, ToRank};
 use kvferry_session::owner::{LinkId, RankLinkId};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::address::MemoryName;
+use crate::connection::DRAINED;
 use crate::driver::News;
 use crate::driver::inbox::Sender;
 
@@ -154,6 +158,8 @@ impl RankPort {
 #[derive(Debug)]
 struct Queue {
     state: Mutex<QueueState>,
+    /// Bytes of orders that were sent and are not taken, roughly.
+    waiting: AtomicUsize,
     wake: OwnedFd,
 }
 
@@ -170,7 +176,7 @@ struct QueueState {
 impl Queue {
     fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        Ok(Self { state: Mutex::default(), wake })
+        Ok(Self { state: Mutex::default(), waiting: AtomicUsize::new(0), wake })
     }
 
     fn lock(&self) -> MutexGuard<'_, QueueState> {
@@ -209,7 +215,13 @@ impl OwnerEnd {
     }
 
     pub(crate) fn send(&mut self, order: ToRank) {
+        self.queue.waiting.fetch_add(rough_bytes(&order), Ordering::Relaxed);
         self.new.push(order);
+    }
+
+    /// Bytes that wait for the rank, roughly.
+    pub(crate) fn waiting(&self) -> usize {
+        self.queue.waiting.load(Ordering::Relaxed)
     }
 
     /// Hands over what was sent, all at once; false if the rank is gone.
@@ -277,6 +289,8 @@ impl RankEnd {
         std::mem::swap(&mut state.orders, into);
         state.asleep = false;
         if !into.is_empty() {
+            drop(state);
+            self.taken(into);
             return Found::Orders;
         }
         if state.closed {
@@ -284,6 +298,16 @@ impl RankEnd {
         }
         state.asleep = true;
         Found::Nothing
+    }
+
+    /// Tells the owner when little waits any more.
+    fn taken(&self, orders: &[ToRank]) {
+        let bytes: usize = orders.iter().map(rough_bytes).sum();
+        let before = self.queue.waiting.fetch_sub(bytes, Ordering::Relaxed);
+        if before > DRAINED && before - bytes <= DRAINED {
+            // Gone already is as good.
+            drop(self.owner.send(News::Drained));
+        }
     }
 
     /// Readable when a sleeping rank is woken.
@@ -311,6 +335,30 @@ impl Drop for RankEnd {
             drop(self.owner.send(News::RankClosed(link, "the rank has ended".into())));
         }
     }
+}
+
+/// What an order takes, roughly: itself and its tables.
+fn rough_bytes(order: &ToRank) -> usize {
+    let lists = match order {
+        ToRank::Pull(order) => blocks(&order.request),
+        ToRank::Digest(order) => blocks(&order.request) + 4 * order.windows.len() as u64,
+        ToRank::Gather(order) => blocks(&order.request),
+        ToRank::DigestAnswer { pieces: Ok(pieces), .. } => 8 * pieces.len() as u64,
+        _ => 0,
+    };
+    size_of::<ToRank>().saturating_add(usize::try_from(lists.saturating_mul(8)).unwrap_or(usize::MAX))
+}
+
+fn blocks(request: &Request) -> u64 {
+    let src = request.src.iter().map(|group| match group {
+        SrcGroup::Paged(group) => group.table.len(),
+        SrcGroup::State(_) => 0,
+    });
+    let dst = request.dst.iter().map(|group| match group {
+        DstGroup::Paged(group) => group.table.len(),
+        DstGroup::State(_) => 0,
+    });
+    src.chain(dst).sum()
 }
 
 impl fmt::Debug for OwnerEnd {
@@ -366,6 +414,24 @@ mod tests {
         assert_eq!((rank.take(&mut orders), orders.len()), (Found::Orders, 2));
         orders.clear();
         assert_eq!(rank.take(&mut orders), Found::End);
+    }
+
+    #[test]
+    fn what_waits_for_a_rank_is_counted_until_it_is_taken() {
+        let (tell, news) = inbox();
+        let rank = RankPort::new(tell).join().unwrap();
+        let mut got = Vec::new();
+        news.take(&mut got);
+        let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
+        while owner.waiting() <= DRAINED {
+            owner.send(order());
+        }
+        owner.flush();
+        let mut orders = Vec::new();
+        assert_eq!(rank.take(&mut orders), Found::Orders);
+        assert_eq!(owner.waiting(), 0);
+        news.take(&mut got);
+        assert!(matches!(got[..], [News::Drained]));
     }
 
     #[test]

@@ -125,8 +125,12 @@ pub(crate) async fn start(options: Options, ranks: u32, rank_socket: bool) -> Re
     let (events_end, events) = events();
     let (progress, seen) = watch::channel(Progress::Joining((0..ranks).map(RankId::new).collect()));
     let listeners = Listeners { peers, ranks: rank_listener, sockets };
-    let bounds =
-        Bounds { limits: options.config.connections, ranks, handshake: options.config.control.handshake_timeout };
+    let bounds = Bounds {
+        limits: options.config.connections,
+        ranks,
+        handshake: options.config.control.handshake_timeout,
+        plaintext_beyond_loopback: options.config.security.plaintext_beyond_loopback,
+    };
     let driver = Driver::new(session, (news.clone(), news_inbox), events_end, progress, bounds, security, listeners);
     tokio::spawn(driver.run());
     let shared = Shared { engine: options.config.id, epoch, address, rank_socket };
@@ -209,7 +213,7 @@ impl Owner {
     /// Waits until all ranks have joined.
     ///
     /// # Errors
-    /// If they don't within `timeout`, or one may not, or together they are unsound.
+    /// If they don't within `timeout`, or one may not and no other has connected since, or together they are unsound.
     pub async fn ready(&self, timeout: Duration) -> Result<Arc<EngineManifest>, ReadyError> {
         let mut seen = self.seen.clone();
         let wait = async {

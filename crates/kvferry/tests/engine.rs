@@ -9,8 +9,8 @@ use kvferry::secure::{Material, Security, SharedKeyOptions};
 use kvferry::{
     Address, BlockId, BlockTable, CacheGroup, CallError, Closing, ConnectionLimits, ContentKey, DstPaged, Engine,
     EngineBuilder, EngineError, EngineId, FailureCause, ModelSpec, OfferError, OfferSpec, Owner, OwnerEvent,
-    OwnerEvents, PullError, PullSpec, RankId, RankManifest, Reference, Region, SrcPaged, StartError, Tail, TokenRange,
-    Tokens, Ttl,
+    OwnerEvents, PullError, PullSpec, RankId, RankManifest, ReadyError, Reference, Region, SrcPaged, StartError, Tail,
+    TokenRange, Tokens, Ttl, Worker,
 };
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::placement::{HeadRule, Parallelism};
@@ -192,6 +192,9 @@ async fn hs_02_references_carry_what_is_advertised() {
     let error = start(engine("p", 1, &net).listen(any.clone()).plaintext_beyond_loopback()).await;
     assert!(matches!(&error, EngineError::Owner(StartError::Advertise { .. })), "{error}");
     let told: Address = "tcp:10.1.2.3:5600".parse().unwrap();
+    // Something leads from there to us.
+    let error = start(engine("p", 1, &net).listen(Address::loopback(0)).advertise(told.clone())).await;
+    assert!(matches!(&error, EngineError::Owner(StartError::Exposed { address }) if *address == told), "{error}");
     let p = engine("p", 1, &net).listen(any).advertise(told.clone()).plaintext_beyond_loopback().start().await.unwrap();
     assert_eq!(p.offer(offer(1)).await.unwrap().address(), &told);
 }
@@ -261,6 +264,69 @@ async fn a_drained_engine_begins_nothing_more() {
     let p = engine("p", 1, &net).listen(Address::memory("drained").unwrap()).start().await.unwrap();
     p.offer(OfferSpec { ttl: Ttl::Never, ..offer(1) }).await.unwrap();
     assert!(!p.drain(Duration::from_millis(20)).await);
+}
+
+/// What ends by its time, and not by a message, ends the draining, too.
+#[tokio::test]
+async fn an_engine_is_drained_when_its_last_lease_expires() {
+    let net = MemNetwork::new(15);
+    let p = engine("p", 1, &net).listen(Address::memory("expires").unwrap()).start().await.unwrap();
+    p.offer(OfferSpec { ttl: Ttl::For(Duration::from_millis(50)), ..offer(1) }).await.unwrap();
+    let begun = Instant::now();
+    assert!(p.drain(SOON).await, "nothing was cut off");
+    assert!(begun.elapsed() < SOON / 2, "{:?}", begun.elapsed());
+}
+
+/// Everything that was listened on is free when a shutdown returns.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_address_is_free_after_a_shutdown() {
+    let folder = tempfile::tempdir().unwrap();
+    let Parts { spec, groups, .. } = parts(1);
+    let start = async |listen: Address| {
+        let owner = Owner::builder(id("p"), spec.clone(), groups.clone(), 1).listen(listen);
+        owner.rank_socket(folder.path().join("ranks")).start().await.unwrap()
+    };
+    let first = start(Address::loopback(0)).await;
+    let tcp = first.address().unwrap().clone();
+    first.shutdown().await;
+    for _ in 0..50 {
+        for listen in [tcp.clone(), Address::memory("free").unwrap(), Address::Unix(folder.path().join("peers"))] {
+            let owner = start(listen.clone()).await;
+            assert!(owner.rank_socket().exists());
+            owner.shutdown().await;
+        }
+    }
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+}
+
+/// A wrong worker among others doesn't keep the engine from becoming complete, or from being waited for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_rank_does_not_stick() {
+    let net = MemNetwork::new(16);
+    let Parts { spec, groups, ranks } = parts(2);
+    let owner = Owner::builder(id("p"), spec, groups, 2).start().await.unwrap();
+    let spawn = |rank: u32, (manifest, memory)| {
+        let transport = Box::new(net.endpoint().unwrap());
+        let worker = Worker::builder(id("p"), RankId::new(rank), "", manifest, memory, transport);
+        worker.in_process(owner.rank_port()).spawn()
+    };
+    let mut ranks = ranks.into_iter();
+    let wrong = spawn(7, parts(2).ranks.remove(0));
+    let refused = owner.ready(SOON).await;
+    assert!(matches!(refused, Err(ReadyError::Join(_))), "{refused:?}");
+    let _first = spawn(0, ranks.next().unwrap()).unwrap();
+    let seen = async {
+        while !matches!(owner.ready(Duration::from_millis(20)).await,
+            Err(ReadyError::Timeout { missing, .. }) if missing == [RankId::new(1)])
+        {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(SOON / 6, seen).await.unwrap();
+    let (ready, second) = tokio::join!(owner.ready(SOON), async { spawn(1, ranks.next().unwrap()) });
+    ready.unwrap();
+    owner.shutdown().await;
+    drop((wrong, second));
 }
 
 #[tokio::test]
@@ -433,6 +499,45 @@ async fn protected_engines_meet_and_others_do_not() {
     let reasons = tokio::time::timeout(SOON, refused).await.unwrap();
     assert!(reasons[0].contains("127.0.0.1"), "{reasons:?}");
     moves(&p, &d, 3).await;
+}
+
+/// Wherever a reference leads, nothing goes to other hosts in plaintext that was not allowed to.
+#[tokio::test]
+async fn links_beyond_loopback_are_not_made_in_plaintext() {
+    let net = MemNetwork::new(17);
+    let told: Address = "tcp:192.0.2.1:7600".parse().unwrap();
+    let p = engine("p", 1, &net).listen(Address::loopback(0)).advertise(told).plaintext_beyond_loopback();
+    let p = p.start().await.unwrap();
+    let pulled = async |d: EngineBuilder, block| {
+        let spec = PullSpec { deadline: Duration::from_millis(200), ..wish(block) };
+        let d = d.start().await.unwrap();
+        d.pull(p.offer(offer(block)).await.unwrap(), spec).await.unwrap().await.unwrap_err().to_string()
+    };
+    let why = pulled(engine("d", 1, &net), 1).await;
+    assert!(why.contains("tcp:192.0.2.1:7600") && why.contains("`plaintext_beyond_loopback`"), "{why}");
+    let why = pulled(engine("d", 1, &net).plaintext_beyond_loopback(), 2).await;
+    assert!(!why.contains("plaintext_beyond_loopback"), "{why}");
+}
+
+/// References that lead nowhere open only so many sockets.
+#[tokio::test]
+async fn links_in_the_making_are_bounded() {
+    let net = MemNetwork::new(18);
+    let key: [u8; 32] = std::array::from_fn(|i| u8::try_from(i).unwrap().wrapping_mul(37));
+    let key: Security = SharedKeyOptions::builder("k", Material::bytes(key)).build().unwrap().into();
+    let limits = ConnectionLimits { peers: 4, ..ConnectionLimits::default() };
+    let d = engine("d", 1, &net).security(key).connections(limits).start().await.unwrap();
+    let silent = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let offered = async |name: &str, block, listener: &std::net::TcpListener| {
+        let told = Address::Tcp(listener.local_addr().unwrap());
+        let p = engine(name, 1, &net).listen(Address::loopback(0)).advertise(told).start().await.unwrap();
+        p.offer(offer(block)).await.unwrap()
+    };
+    let (first, second) = (silent(), silent());
+    let _pull = d.pull(offered("p", 1, &first).await, wish(1)).await.unwrap();
+    let spec = PullSpec { deadline: Duration::from_millis(300), ..wish(2) };
+    let why = d.pull(offered("q", 2, &second).await, spec).await.unwrap().await.unwrap_err().to_string();
+    assert!(why.contains("1 links are being made, which is the limit"), "{why}");
 }
 
 #[tokio::test]

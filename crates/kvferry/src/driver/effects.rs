@@ -52,8 +52,11 @@ impl Driver {
                     self.events.push(OwnerEvent::LinkFailed { address: Some(address), reasons, refused });
                 }
                 Effect::LinkFailed { address: None, reasons, refused } => {
-                    let event = OwnerEvent::LinkFailed { address: None, reasons, refused };
-                    self.events.push_of_stranger(event, self.clock.now());
+                    let told = self.events.may_tell_of_stranger(self.clock.now());
+                    if told {
+                        self.observer.stranger_failed(&reasons, refused);
+                        self.events.push(OwnerEvent::LinkFailed { address: None, reasons, refused });
+                    }
                 }
                 Effect::LeaseClosed { fence, how, .. } => {
                     self.events.push(OwnerEvent::Released { lease: fence.lease, how });
@@ -109,6 +112,7 @@ impl Driver {
                     self.said.1.push(link);
                 }
                 end.send(message);
+                self.full |= end.waiting() > FULL;
                 return;
             }
             Some(RankLink::Socket(connection)) => match wire::encode_to_rank(&message) {

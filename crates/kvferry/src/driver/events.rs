@@ -129,15 +129,14 @@ impl Events {
         self.new.push(Some(event));
     }
 
-    /// The same for what strangers can cause as often as they like: they must not keep other events out.
-    pub(super) fn push_of_stranger(&mut self, event: OwnerEvent, now: Duration) {
+    /// Whether to tell, here and in the log, of something more that strangers can cause as often as they like: they must not keep
+    /// other events out.
+    pub(super) fn may_tell_of_stranger(&mut self, now: Duration) -> bool {
         if self.strangers.0 != now.as_secs() {
             self.strangers = (now.as_secs(), 0);
         }
-        self.strangers.1 += 1;
-        if self.strangers.1 <= STRANGERS {
-            self.push(event);
-        }
+        self.strangers.1 = self.strangers.1.saturating_add(1);
+        self.strangers.1 <= STRANGERS
     }
 
     /// Hands over what has happened, all at once.
@@ -174,6 +173,15 @@ mod tests {
 
     fn event(lease: u128) -> OwnerEvent {
         OwnerEvent::Released { lease: LeaseId::new(lease), how: Closing::Withdrawn }
+    }
+
+    #[test]
+    fn strangers_are_told_of_so_many_times_a_second() {
+        let mut events = Events::new(events().0);
+        let told = |events: &mut Events, ms| {
+            (0..100).filter(|_| events.may_tell_of_stranger(Duration::from_millis(ms))).count()
+        };
+        assert_eq!((told(&mut events, 0), told(&mut events, 999), told(&mut events, 1000)), (16, 0, 16));
     }
 
     #[tokio::test]

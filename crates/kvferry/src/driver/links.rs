@@ -3,20 +3,29 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvferry_session::owner::{LinkId, RankLinkId};
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::inbox::Sender;
-use super::{Bounds, Driver, News, Proven};
+use super::{Bounds, Driver, News, Progress, Proven};
 use crate::address::{Address, AddressError};
 use crate::connection::{Connection, Stream};
 use crate::memory::{self, Listening, MemoryEnd, OwnerEnd};
 use crate::secure::{self, SecureError, Secured, Security};
+
+/// Of the links that there may be, one in so many may be in the making: references that lead nowhere don't keep others out.
+const CONNECTING: usize = 4;
+/// How long a TCP peer may be silent before it is asked whether it is there, and again.
+const PROBE: Duration = Duration::from_secs(15);
+/// How long it may leave anything unacknowledged, in ms.
+const UNHEARD_MS: u32 = 30_000;
 
 /// A link to another owner.
 pub(super) enum Peer {
@@ -66,7 +75,7 @@ impl RankLink {
     pub(super) fn waiting(&self) -> usize {
         match self {
             Self::Socket(connection) => connection.waiting(),
-            Self::Memory(_) => 0,
+            Self::Memory(end) => end.waiting(),
         }
     }
 
@@ -93,14 +102,34 @@ pub(crate) enum PeerListener {
     Memory(Listening),
 }
 
-/// The file of a Unix socket that we listen on; it is removed with this.
+/// The file of a Unix socket that we listen on; it is removed with this, unless it is another one by then.
 #[derive(Debug)]
-pub(crate) struct SocketFile(pub(crate) PathBuf);
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    made: Option<FileIdentity>,
+}
+
+/// Device, inode, and when it was made: the inode's number may be used again, and `chmod` doesn't change the time.
+type FileIdentity = (u64, u64, i64, i64);
+
+impl SocketFile {
+    /// Of a socket that was just bound.
+    pub(crate) fn new(path: &Path) -> Self {
+        Self { path: path.to_owned(), made: identity(path) }
+    }
+}
+
+fn identity(path: &Path) -> Option<FileIdentity> {
+    let file = std::fs::symlink_metadata(path).ok()?;
+    Some((file.dev(), file.ino(), file.mtime(), file.mtime_nsec()))
+}
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Gone already is as good.
-        drop(std::fs::remove_file(&self.0));
+        if self.made.is_some() && identity(&self.path) == self.made {
+            // Gone already is as good.
+            drop(std::fs::remove_file(&self.path));
+        }
     }
 }
 
@@ -127,7 +156,7 @@ pub(super) fn listen(
 
 impl Driver {
     pub(super) fn accept(&mut self, stream: Stream, proven: Proven) {
-        if self.peers.len() >= self.bounds.limits.peers {
+        if self.links() >= self.bounds.limits.peers {
             return;
         }
         let now = self.clock.now();
@@ -144,7 +173,7 @@ impl Driver {
     }
 
     pub(super) fn accept_memory(&mut self, end: MemoryEnd) {
-        if self.peers.len() >= self.bounds.limits.peers {
+        if self.links() >= self.bounds.limits.peers {
             return;
         }
         let now = self.clock.now();
@@ -161,6 +190,7 @@ impl Driver {
             let link = self.session.accept_rank(self.clock.now());
             let connection = Connection::start(Stream::Unix(stream), link, self.tell.clone(), self.common.clone());
             self.ranks.insert(link, RankLink::Socket(connection));
+            self.another_rank();
         }
     }
 
@@ -169,10 +199,23 @@ impl Driver {
             let link: RankLinkId = self.session.accept_rank(self.clock.now());
             if end.accept(link) {
                 self.ranks.insert(link, RankLink::Memory(end));
+                self.another_rank();
             } else {
                 self.session.rank_closed(link, "the rank has ended", self.clock.now());
             }
         }
+    }
+
+    /// One that was refused may have been the wrong one, or too early: this one may be the right one.
+    fn another_rank(&self) {
+        if matches!(*self.progress.borrow(), Progress::Refused(_)) {
+            self.progress.send_replace(Progress::Joining(self.session.missing()));
+        }
+    }
+
+    /// Links to other owners: those that are there, and those that are being made.
+    fn links(&self) -> usize {
+        self.peers.len().saturating_add(self.connecting.len())
     }
 
     /// Each rank twice (a new one may come before the old one is known to be gone), and some that are refused by name.
@@ -193,12 +236,21 @@ impl Driver {
 
     pub(super) fn connect(&mut self, link: LinkId, address: &str) {
         let parsed: Result<Address, AddressError> = address.parse();
+        let most = self.bounds.limits.peers;
         let failed = match parsed {
-            Ok(_) if self.peers.len() >= self.bounds.limits.peers => {
-                Some(format!("{} links are open, which is the limit", self.peers.len()))
+            Ok(_) if self.links() >= most => Some(format!("{most} links are open, which is the limit")),
+            Ok(to) if !to.is_local() && !self.security.protects() && !self.bounds.plaintext_beyond_loopback => {
+                Some(format!(
+                    "{to} is another host, and links are neither encrypted nor authenticated; say how with `security`, or say \
+                     `plaintext_beyond_loopback` where the network is trusted"
+                ))
             }
             Ok(Address::Memory(name)) => memory::connect(&name, MemoryEnd::new(self.tell.clone(), link)).err(),
+            Ok(_) if self.connecting.len() >= (most / CONNECTING).max(1) => {
+                Some(format!("{} links are being made, which is the limit", self.connecting.len()))
+            }
             Ok(address) => {
+                self.connecting.insert(link);
                 let (tell, security, limit) = (self.tell.clone(), self.security.clone(), self.bounds.handshake);
                 self.tasks.spawn(async move {
                     let connected = match tokio::time::timeout(limit, connect(&address, &security)).await {
@@ -238,8 +290,12 @@ async fn connect(address: &Address, security: &Security) -> Result<(Stream, Prov
 fn tuned(socket: TcpStream) -> TcpStream {
     // Where it can't be set, it is only slower.
     drop(socket.set_nodelay(true));
-    // A peer whose host has vanished is noticed in the end. Where it can't be set, only by its silence.
-    let _ = rustix::net::sockopt::set_socket_keepalive(&socket, true);
+    // A peer whose host or path has vanished is noticed soon: by what it doesn't acknowledge, or by its silence. Where that can't be
+    // set, by the system's own times.
+    let _ = sockopt::set_socket_keepalive(&socket, true);
+    let _ = sockopt::set_tcp_keepidle(&socket, PROBE);
+    let _ = sockopt::set_tcp_keepintvl(&socket, PROBE);
+    let _ = sockopt::set_tcp_user_timeout(&socket, UNHEARD_MS);
     socket
 }
 
@@ -362,5 +418,37 @@ impl fmt::Debug for Peer {
             Self::Socket(_) => "Peer over a socket",
             Self::Memory(_) => "Peer of this process",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A path that drops all silently ends a link in half a minute, not in hours.
+    #[tokio::test]
+    async fn tcp_peers_that_vanish_are_noticed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = tuned(TcpStream::connect(listener.local_addr().unwrap()).await.unwrap());
+        assert!(sockopt::socket_keepalive(&socket).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&socket).unwrap(), PROBE);
+        assert_eq!(sockopt::tcp_keepintvl(&socket).unwrap(), PROBE);
+        assert_eq!(sockopt::tcp_user_timeout(&socket).unwrap(), 30_000);
+    }
+
+    /// Who ends late doesn't take its successor's socket away.
+    #[test]
+    fn only_the_socket_that_was_made_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let bind = || std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let (first, old) = (bind(), SocketFile::new(&path));
+        drop(first);
+        std::fs::remove_file(&path).unwrap();
+        let (_second, new) = (bind(), SocketFile::new(&path));
+        drop(old);
+        assert!(path.exists());
+        drop(new);
+        assert!(!path.exists());
     }
 }

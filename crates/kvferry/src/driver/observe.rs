@@ -52,10 +52,18 @@ impl Observer {
         }
     }
 
-    /// Somebody has connected and could not prove who it is.
-    pub(super) fn not_accepted(&mut self, reason: &str) {
+    /// Somebody has connected and could not prove who it is. All are counted; the log is told of those that the events tell of, so
+    /// that nobody can fill it.
+    pub(super) fn not_accepted(&mut self, reason: &str, told: bool) {
         self.metrics.link_failed(Unmet::Refused);
-        spans::not_accepted(&self.engine, reason);
+        if told {
+            spans::not_accepted(&self.engine, reason);
+        }
+    }
+
+    /// A link that somebody else has begun did not come up, and is to be told of.
+    pub(super) fn stranger_failed(&self, reasons: &[String], refused: bool) {
+        spans::link_failed(&self.engine, None, reasons, refused);
     }
 
     /// Before an effect is carried out.
@@ -97,7 +105,10 @@ impl Observer {
             }
             Effect::LinkFailed { address, reasons, refused } => {
                 self.metrics.link_failed(if *refused { Unmet::Refused } else { Unmet::Failed });
-                spans::link_failed(&self.engine, address.as_deref(), reasons, *refused);
+                // Of those that others have begun, only some are told of: see `stranger_failed`.
+                if address.is_some() {
+                    spans::link_failed(&self.engine, address.as_deref(), reasons, *refused);
+                }
             }
             Effect::RankLost { .. } => self.metrics.rank_lost(),
             _ => {}

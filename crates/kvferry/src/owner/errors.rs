@@ -35,7 +35,7 @@ pub enum StartError {
              listen on loopback or a Unix socket, or say `plaintext_beyond_loopback` where the network is trusted"
     )]
     Exposed {
-        /// Where it was to listen.
+        /// Where it was to listen, or what it was to advertise.
         address: Address,
     },
     /// Peers can't connect to the address that references would carry.

@@ -22,8 +22,13 @@ pub(super) async fn peers(
     sockets: &mut Vec<SocketFile>,
 ) -> Result<(Option<PeerListener>, Option<Address>), StartError> {
     let Some(wanted) = &options.config.control.listen else { return Ok((None, None)) };
-    if !wanted.is_local() && !security.protects() && !options.config.security.plaintext_beyond_loopback {
-        return Err(StartError::Exposed { address: wanted.clone() });
+    // Where an address of another kind is advertised, something leads from there to us.
+    let reached = [Some(wanted), options.config.control.advertise.as_ref()];
+    if let Some(address) = reached.into_iter().flatten().find(|address| !address.is_local())
+        && !security.protects()
+        && !options.config.security.plaintext_beyond_loopback
+    {
+        return Err(StartError::Exposed { address: address.clone() });
     }
     let failed = |error| StartError::Listen { address: wanted.to_string(), error };
     let (listener, bound) = match wanted {
@@ -70,7 +75,7 @@ fn bind_unix(path: &Path, sockets: &mut Vec<SocketFile>) -> std::io::Result<Unix
         }
         other => other,
     }?;
-    sockets.push(SocketFile(path.to_owned()));
+    sockets.push(SocketFile::new(path));
     Ok(bound)
 }
 
