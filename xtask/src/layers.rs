@@ -69,7 +69,11 @@ const EVERYTHING: &[&str] = &[
 
 /// Libraries of others that only the listed crates may depend on, and why. What isn't listed is free.
 const ONLY: &[(&str, &[&str], &str)] = &[
-    ("tokio", &["kvferry", "xtask", FUZZ, "kvferry-tests", "kvferry-benches"], "the facade is the only asynchronous crate"),
+    (
+        "tokio",
+        &["kvferry", "xtask", FUZZ, "kvferry-tests", "kvferry-benches"],
+        "the facade is the only asynchronous crate",
+    ),
     ("anyhow", &["xtask", "kvferry-tests", "kvferry-benches"], "libraries have typed errors"),
     ("serde", SERDE, "domain types are not serialisable; the wire has types of its own"),
     ("serde_json", SERDE, "domain types are not serialisable; the wire has types of its own"),
