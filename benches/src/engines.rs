@@ -21,7 +21,7 @@ use kvferry_transport::{Region, Transport};
 
 use crate::measure::thread_cpu;
 
-/// Tokens of a block of [`small`].
+/// Tokens of a block.
 pub const BLOCK: u64 = 16;
 
 /// A description: `items` layers in regions of their own, 8 KV heads, `tp` ranks, blocks of 16 tokens.
