@@ -66,6 +66,32 @@ impl BlockTable {
         Self { first: first_position, len, end, ids }
     }
 
+    /// A table of runs of consecutive ids, each by its first and how many, cut where they pass the largest id: the same as of the
+    /// ids themselves, without a list of them where the runs are few.
+    #[must_use]
+    pub fn from_runs(first_position: u64, runs: &[(BlockId, u32)]) -> Self {
+        let (mut list, mut len, mut end) = (Vec::<Stretch>::new(), 0u64, 0);
+        for &(first, count) in runs {
+            let id = first.get();
+            let count = count.min((u32::MAX - id).saturating_add(1));
+            if count == 0 {
+                continue;
+            }
+            match list.last_mut() {
+                Some(last) if last.id.checked_add(last.count) == Some(id) => last.count += count,
+                _ => list.push(Stretch { position: len, id, count }),
+            }
+            len += u64::from(count);
+            end = end.max(u64::from(id) + u64::from(count));
+        }
+        let breaks = list.len().saturating_sub(1) as u64;
+        if breaks.saturating_mul(8) <= len {
+            return Self { first: first_position, len, end, ids: Ids::Stretches(list) };
+        }
+        let ids = list.iter().flat_map(|s| (0..s.count).map(move |i| BlockId::new(s.id + i))).collect();
+        Self { first: first_position, len, end, ids: Ids::List(ids) }
+    }
+
     /// A table of `count` consecutive ids, cut where they pass the largest id.
     #[must_use]
     pub fn contiguous(first_position: u64, first: BlockId, count: u32) -> Self {
@@ -219,5 +245,39 @@ impl Reader<'_> {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A table of runs is the table of their ids, however they are cut.
+    #[test]
+    fn runs_make_the_table_of_their_ids() {
+        let mut seed = 7u64;
+        let mut below = |n: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            u32::try_from((seed >> 33) % n).unwrap_or(0)
+        };
+        for _ in 0..2000 {
+            let near_the_end = below(4) == 0;
+            let base = if near_the_end { u32::MAX - 60 } else { 0 };
+            let count = below(12);
+            let runs: Vec<(BlockId, u32)> =
+                (0..count).map(|_| (BlockId::new(base + below(50)), below(1 + u64::from(count) * 3))).collect();
+            let ids: Vec<BlockId> = runs
+                .iter()
+                .flat_map(|(first, n)| u64::from(first.get())..u64::from(first.get()) + u64::from(*n))
+                .filter_map(|id| u32::try_from(id).ok().map(BlockId::new))
+                .collect();
+            let table = BlockTable::from_runs(3, &runs);
+            assert_eq!(table.iter().collect::<Vec<_>>(), ids);
+            // A run that is cut at the largest id is the one place where the ids alone say less.
+            if runs.iter().all(|(first, n)| first.get().checked_add(*n).is_some()) {
+                assert_eq!(table, BlockTable::new(3, &ids));
+            }
+        }
+        assert_eq!(BlockTable::from_runs(0, &[]), BlockTable::default());
     }
 }

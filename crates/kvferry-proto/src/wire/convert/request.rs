@@ -31,9 +31,8 @@ impl Budget {
                 return Err(ConvertError::Blocks { first, count });
             }
         }
-        let ids: Vec<BlockId> =
-            d.runs.into_iter().flat_map(|(first, count)| (first..first + count).map(BlockId::new)).collect();
-        Ok(BlockTable::new(d.first, &ids))
+        let runs: Vec<(BlockId, u32)> = d.runs.into_iter().map(|(first, count)| (BlockId::new(first), count)).collect();
+        Ok(BlockTable::from_runs(d.first, &runs))
     }
 
     fn checkpoints(&mut self, d: dto::Checkpoints) -> Converted<Vec<Checkpoint>> {
