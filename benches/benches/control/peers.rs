@@ -145,18 +145,22 @@ pub(super) fn child() {
     let hellos: Vec<Vec<u8>> = (0..number("KVFERRY_BENCH_PEERS", 1)).map(hello).collect();
     runtime.block_on(async {
         let mut open = Vec::new();
-        for hello in &hellos {
-            let mut stream = UnixStream::connect(&socket).await.unwrap();
-            stream.write_all(hello).await.unwrap();
-            open.push(stream);
-        }
-        for stream in &mut open {
-            let mut frames = FrameReader::default();
-            let mut buffer = [0; 4096];
-            while frames.next_frame().unwrap().is_none() {
-                let n = stream.read(&mut buffer).await.unwrap();
-                assert!(n > 0, "the producer has closed the link");
-                frames.extend(&buffer[..n]);
+        // As many at a time as a producer lets connect that it doesn't know.
+        for some in hellos.chunks(128) {
+            let first = open.len();
+            for hello in some {
+                let mut stream = UnixStream::connect(&socket).await.unwrap();
+                stream.write_all(hello).await.unwrap();
+                open.push(stream);
+            }
+            for stream in &mut open[first..] {
+                let mut frames = FrameReader::default();
+                let mut buffer = [0; 4096];
+                while frames.next_frame().unwrap().is_none() {
+                    let n = stream.read(&mut buffer).await.unwrap();
+                    assert!(n > 0, "the producer has closed the link");
+                    frames.extend(&buffer[..n]);
+                }
             }
         }
         // Until it is killed.
