@@ -19,6 +19,8 @@ use super::timers::Timers;
 use crate::outcome::FailureCause;
 use crate::pairing::{Acquaintance, Direction, PairingError};
 
+mod keep;
+
 #[derive(Debug)]
 enum Stage {
     /// The driver connects.
@@ -258,15 +260,6 @@ impl OwnerSession {
         self.speak_first(link);
     }
 
-    /// Our engine is another by now, and neighbours of version 2 don't ask again who we are.
-    pub(super) fn close_old_links(&mut self) {
-        let old = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.version < Versions::LEASES);
-        let old: Vec<LinkId> = self.links.links.iter().filter(|(_, l)| old(l)).map(|(id, _)| *id).collect();
-        for link in old {
-            self.close_link(link, "this engine was made anew");
-        }
-    }
-
     /// Our ranks have all joined: greets those who have connected meanwhile, and those to whom we have.
     pub(super) fn greet_waiting(&mut self) {
         let waiting = self.links.links.iter_mut().filter_map(|(id, l)| match &mut l.stage {
@@ -470,7 +463,7 @@ impl OwnerSession {
         (l.stage, l.up, l.used) = (Stage::Up(established), now, now);
         let (took, road) = (now.saturating_sub(l.began), l.road);
         match self.config.idle {
-            Some(idle) => self.links.due.set(link, now.saturating_add(allowed(idle, road))),
+            Some(idle) => self.links.due.set(link, now.saturating_add(keep::allowed(idle, road))),
             None => self.links.due.remove(link),
         }
         self.links.manifests.note(&peer, self.config.limits.manifests);
@@ -485,37 +478,11 @@ impl OwnerSession {
         }
     }
 
-    /// An engine that makes ever more links to us has those closed that have bound nothing, the oldest first. Gives false if
-    /// all are in use: then the new one is too many.
-    fn spare_links(&mut self, new: LinkId, engine: &EngineId) -> bool {
-        let of_engine = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
-        let others = self.links.links.iter().filter(|(id, l)| **id != new && l.road.is_none() && of_engine(l));
-        let mut others: Vec<(bool, Duration, LinkId)> =
-            others.map(|(id, l)| (self.leases.uses(*id), l.used, *id)).collect();
-        others.sort_unstable();
-        let spare = others.len().saturating_sub(self.config.limits.links.max(1) - 1);
-        for (in_use, _, link) in others.into_iter().take(spare) {
-            if in_use {
-                return false;
-            }
-            self.close_link(link, "its engine has made too many others since");
-        }
-        true
-    }
-
     /// Tells the peer why, then closes.
     pub(super) fn refuse_link(&mut self, link: LinkId, reasons: Vec<String>) {
         self.send_peer(link, PeerMessage::Refused(reasons.clone()));
         self.effects.push_back(Effect::ClosePeer { link });
         self.drop_link(link, reasons);
-    }
-
-    /// Closes a link that was made anew meanwhile, once nothing goes over it: it has no other use.
-    pub(super) fn retire_link(&mut self, link: LinkId) {
-        let road = self.links.links.get(&link).and_then(|l| l.road);
-        if road.is_some_and(|road| self.roads.link(road) != Some(link)) && !self.is_in_use(link) {
-            self.close_link(link, "it was made anew");
-        }
     }
 
     /// Closes a link that nobody uses.
@@ -570,33 +537,6 @@ impl OwnerSession {
         }
     }
 
-    /// Sends away those whose hello takes too long, and closes links of which nothing has been asked for long.
-    pub(super) fn expire_links(&mut self) {
-        while let Some(link) = self.links.due.take_due(self.now) {
-            let Some(l) = self.links.links.get(&link) else { continue };
-            if !matches!(l.stage, Stage::Up(_)) {
-                let reason = format!("no handshake within {:?}", self.config.handshake);
-                self.close_link(link, &reason);
-                continue;
-            }
-            let Some(idle) = self.config.idle.map(|idle| idle.max(SHORTEST_IDLE)) else { continue };
-            let idle = allowed(idle, l.road);
-            let until = l.used.saturating_add(idle);
-            if self.is_in_use(link) {
-                self.links.due.set(link, self.now.saturating_add(idle));
-            } else if until > self.now {
-                self.links.due.set(link, until);
-            } else {
-                self.close_link(link, &format!("nothing was asked of it for {idle:?}"));
-            }
-        }
-    }
-
-    /// Whether a request reads over it, or has bound something.
-    pub(super) fn is_in_use(&self, link: LinkId) -> bool {
-        self.pulls.uses(link) || self.leases.uses(link)
-    }
-
     /// What we know of the peer at a link when it reads from us.
     pub(super) fn serving(&mut self, link: LinkId) -> Option<Acquainted<'_>> {
         self.met(link, Acquaintance::serving)
@@ -621,11 +561,6 @@ const SHORTEST_IDLE: Duration = Duration::from_millis(1);
 
 /// The most hellos that are kept until our own ranks have joined.
 const MAX_WAITING: usize = 16;
-
-/// How long a link may be idle. Who has made it closes it first: a request that is just sent over it must not meet its end.
-fn allowed(idle: Duration, made: Option<RoadId>) -> Duration {
-    if made.is_some() { idle } else { idle.saturating_mul(2).saturating_add(Duration::from_secs(1)) }
-}
 
 const MISPLACED: &str = "a message came that does not belong here in the conversation";
 
