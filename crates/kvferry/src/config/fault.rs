@@ -89,7 +89,7 @@ pub enum ConfigFault {
 pub struct ConfigErrors(pub Vec<ConfigError>);
 
 /// The most faults that are listed.
-const MAX_FAULTS: usize = 64;
+pub(super) const MAX_FAULTS: usize = 64;
 
 impl ConfigErrors {
     /// `Ok` if there is none.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use toml::de::{DeTable, DeValue};
 
-use super::fault::{ConfigError, ConfigFault};
+use super::fault::{ConfigError, ConfigFault, MAX_FAULTS};
 use super::value;
 
 /// The longest text that is read, in bytes.
@@ -132,7 +132,7 @@ impl Reader {
     fn take(&mut self, key: &str) -> Option<Value> {
         self.known.push(key.to_owned());
         if self.tables.remove(key).is_some() {
-            self.values.retain(|k, _| !k.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')));
+            self.values.retain(|k, _| !is_inside(k, key));
             return Some(Value::Other("a table", String::new()));
         }
         self.values.remove(key).map(|(_, value)| value)
@@ -274,8 +274,7 @@ impl Reader {
             self.wrong(key, "a table of names", &value);
         }
         self.tables.remove(key);
-        let inside = |path: &str| path.strip_prefix(key).is_some_and(|rest| rest.starts_with('.'));
-        let names: Vec<String> = self.values.keys().filter(|path| inside(path)).cloned().collect();
+        let names: Vec<String> = self.values.keys().filter(|path| is_inside(path, key)).cloned().collect();
         let mut entries = BTreeMap::new();
         for path in names {
             let Some((_, value)) = self.values.remove(&path) else { continue };
@@ -295,25 +294,37 @@ impl Reader {
     /// Every fault, and every key that was asked for. What nobody has asked for is a fault.
     pub(super) fn finish(mut self) -> (Vec<ConfigError>, Vec<String>) {
         let known = std::mem::take(&mut self.known);
-        let above = |path: &str| known.iter().any(|k| k.strip_prefix(path).is_some_and(|rest| rest.starts_with('.')));
+        let above = |path: &str| known.iter().any(|k| is_inside(k, path));
+        let mut unknown: Vec<(u32, String)> = Vec::new();
         for (key, (line, value)) in std::mem::take(&mut self.values) {
-            let fault = if above(&key) {
-                ConfigFault::WrongType { expected: "a table", got: value.describe() }
+            if above(&key) {
+                let fault = ConfigFault::WrongType { expected: "a table", got: value.describe() };
+                self.push(Some(line), &key, fault);
             } else {
-                ConfigFault::UnknownKey { nearest: nearest(&key, &known) }
-            };
-            self.push(Some(line), &key, fault);
+                unknown.push((line, key));
+            }
         }
         // An unknown table that isn't empty is told by its keys.
-        let tables = std::mem::take(&mut self.tables);
-        for (table, line) in &tables {
-            let holds = |key: &String| key.strip_prefix(table.as_str()).is_some_and(|rest| rest.starts_with('.'));
-            if !above(table) && !self.lines.keys().any(holds) {
-                self.push(Some(*line), table, ConfigFault::UnknownKey { nearest: nearest(table, &known) });
+        for (table, line) in std::mem::take(&mut self.tables) {
+            let below = format!("{table}.");
+            let holds = self.lines.range(below.clone()..).next().is_some_and(|(key, _)| key.starts_with(&below));
+            if !above(&table) && !holds {
+                unknown.push((line, table));
             }
+        }
+        // It takes time to find the nearest, and a file of another program has many keys: only for those that can be listed.
+        unknown.sort_by_key(|(line, _)| *line);
+        unknown.truncate(MAX_FAULTS);
+        for (line, key) in unknown {
+            self.push(Some(line), &key, ConfigFault::UnknownKey { nearest: nearest(&key, &known) });
         }
         (self.faults, known)
     }
+}
+
+/// Whether a key is in this table, or in one in it.
+fn is_inside(key: &str, table: &str) -> bool {
+    key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'))
 }
 
 fn put<T>(into: &mut T, value: Option<T>) {
@@ -324,20 +335,41 @@ fn put<T>(into: &mut T, value: Option<T>) {
 
 /// The known key that is most like this one: by its own name first, then by its tables'.
 fn nearest(key: &str, known: &[String]) -> String {
-    let name = |path: &str| path.rsplit('.').next().unwrap_or_default().to_owned();
-    let (short, own) = (key.chars().take(200).collect::<String>(), name(key).chars().take(200).collect::<String>());
-    let distance = |k: &&String| 4 * edits(&own, &name(k)).min(64) + edits(&short, k);
-    known.iter().min_by_key(distance).cloned().unwrap_or_default()
+    let name = |path: &str| path.rsplit('.').next().unwrap_or_default().chars().take(LIKE).collect::<Vec<char>>();
+    let whole = |path: &str| path.chars().take(LIKE).collect::<Vec<char>>();
+    let (key, own) = (whole(key), name(key));
+    let by_name = |letters: usize| 4 * letters.min(64);
+    let mut best: Option<(usize, &String)> = None;
+    for candidate in known {
+        let (whole, name) = (whole(candidate), name(candidate));
+        // Words of other lengths are at least so far from each other: most need no closer look.
+        let beyond = |distance: usize| best.is_some_and(|(least, _)| distance >= least);
+        let apart = whole.len().abs_diff(key.len());
+        if beyond(by_name(name.len().abs_diff(own.len())) + apart) {
+            continue;
+        }
+        let names = by_name(edits(&own, &name));
+        if beyond(names + apart) {
+            continue;
+        }
+        let distance = names + edits(&key, &whole);
+        if !beyond(distance) {
+            best = Some((distance, candidate));
+        }
+    }
+    best.map(|(_, known)| known.clone()).unwrap_or_default()
 }
 
+/// So many letters of a key are compared.
+const LIKE: usize = 200;
+
 /// Letters to insert, remove or replace to make one of the other.
-fn edits(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
+fn edits(a: &[char], b: &[char]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
+    for (i, x) in a.iter().enumerate() {
         let mut corner = std::mem::replace(&mut row[0], i + 1);
         for (j, y) in b.iter().enumerate() {
-            let replaced = corner + usize::from(x != *y);
+            let replaced = corner + usize::from(x != y);
             corner = row[j + 1];
             row[j + 1] = replaced.min(row[j] + 1).min(corner + 1);
         }
@@ -352,7 +384,8 @@ mod tests {
     #[test]
     fn edits_are_counted() {
         for (a, b, n) in [("", "", 0), ("abc", "", 3), ("", "ab", 2), ("kitten", "sitting", 3), ("ttl", "tll", 1)] {
-            assert_eq!((edits(a, b), edits(b, a)), (n, n), "{a} {b}");
+            let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+            assert_eq!((edits(&a, &b), edits(&b, &a)), (n, n), "{a:?} {b:?}");
         }
     }
 

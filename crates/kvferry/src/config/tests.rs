@@ -241,3 +241,20 @@ fn no_text_is_more_than_can_be_borne() {
     let missing = EngineConfig::from_file(Path::new("/nowhere/engine.toml")).unwrap_err().to_string();
     assert!(missing.starts_with("/nowhere/engine.toml: cannot be read: "), "{missing}");
 }
+
+#[test]
+fn a_file_of_another_program_is_refused_soon() {
+    let long = format!("_{}", "b".repeat(180));
+    let keys: String = (0..5000).map(|i| format!("k{i}{long} = 1\n")).collect();
+    let tables: String = (0..60_000).map(|i| format!("[t{i}]\n")).collect();
+    let start = std::time::Instant::now();
+    for text in [&keys, &tables] {
+        assert!((500_000..1 << 20).contains(&text.len()), "{}", text.len());
+        let lines = faults(text);
+        // By line, so that what is listed is what comes first.
+        assert!(lines[1].starts_with("x.toml:1: ") && lines[63].starts_with("x.toml:63: "), "{lines:?}");
+        assert_eq!(lines.len(), 64);
+    }
+    // Some 20 ms where the nearest key is looked for only where it is told, and many seconds where it isn't.
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
