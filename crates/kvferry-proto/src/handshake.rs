@@ -74,8 +74,10 @@ impl Abilities {
     ///
     /// Bit 1 was that of questions without that name; nobody answers them any more.
     pub const GATHER: Self = Self(2);
+    /// Writes what it offers into blocks that a [`PushBind`](crate::push::PushBind) grants.
+    pub const PUSH: Self = Self(4);
     /// What this crate can do.
-    pub const OURS: Self = Self::GATHER;
+    pub const OURS: Self = Self(Self::GATHER.0 | Self::PUSH.0);
 
     /// Whether all of the other's bits are among these.
     #[must_use]

@@ -129,6 +129,8 @@ pub enum Closing {
     Expired,
     /// A rank of the producer is gone, and with it the bytes that were offered.
     RankLost,
+    /// The prefill begins anew, with a higher attempt; of a pushed lease, whose writers have all stopped.
+    Restarted,
 }
 
 impl Closing {
@@ -143,6 +145,7 @@ impl Closing {
             Self::Withdrawn => "withdrawn",
             Self::Expired => "expired",
             Self::RankLost => "rank lost",
+            Self::Restarted => "restarted",
         }
     }
 }

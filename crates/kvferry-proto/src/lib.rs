@@ -12,6 +12,7 @@
 //! | [`handshake`] | hello both ways, then established, or every mismatch |
 //! | [`lease`] | the producer's side of a request: offered, bound, closed |
 //! | [`request`] | the consumer's side: wanted, bound, reading, releasing, released |
+//! | [`push`] | the same where the producer writes: what is granted, who writes, how each ended |
 //! | [`peer`], [`rank`] | the messages of the two kinds of links |
 //! | [`wire`] | the bytes: frames, data transfer objects, and the one place where these become the types above |
 //!
@@ -25,6 +26,7 @@ pub mod lease;
 pub mod manifest;
 pub mod names;
 pub mod peer;
+pub mod push;
 pub mod rank;
 pub mod request;
 #[cfg(test)]

@@ -12,6 +12,7 @@ use crate::handshake::{Again, Hello};
 use crate::lease::Closing;
 use crate::manifest::EngineManifest;
 use crate::names::{Attempt, ContentKey, Epoch, Fence, LeaseId};
+use crate::push::{Progress, PushBind, Stop, Stopped, Written};
 
 /// The most blocks that one side of a request may list, over all its groups.
 pub const MAX_REQUEST_BLOCKS: u64 = 1 << 20;
@@ -36,6 +37,16 @@ pub enum PeerMessage {
     Bind(Bind),
     /// The answer.
     BindAnswer(BindAnswer),
+    /// Consumer to producer: write this lease into these blocks. Answered like a bind.
+    PushBind(Box<PushBind>),
+    /// Producer to consumer: all writers of an attempt have ended.
+    Written(Box<Written>),
+    /// Producer to consumer: so much is in place.
+    Progress(Progress),
+    /// Consumer to producer: stop writing.
+    Stop(Stop),
+    /// The answer.
+    Stopped(Stopped),
     /// Consumer to producer: my ranks' reads have ended.
     Release(Release),
     /// The answer.

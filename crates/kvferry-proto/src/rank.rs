@@ -11,10 +11,12 @@ use kvferry_geometry::digest::Digest;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::Request;
 use kvferry_geometry::staged::Place;
-use kvferry_geometry::units::{BlockId, Bytes, Name, RankId};
+use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, Tokens};
 
 use crate::manifest::{EngineManifest, RankJoin};
+use crate::names::LeaseId;
 use crate::peer::{Gathered, NotGathered, PieceDigest, Window};
+use crate::push::{PushId, PushOrder, Ready, Stream, WriterEnd};
 
 /// A request of one owner. Counted by the owner, never re-used by it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -77,6 +79,8 @@ pub struct PullOrder {
     /// How long the owner waits for it, from when the order was sent; `None`: as long as it takes. Of a consumer's requests to one
     /// engine, the one whose time ends first is posted first, most of the time; and one of which nothing is posted by then fails.
     pub deadline: Option<Duration>,
+    /// Whether the producer's ranks have written it already: then nothing is read, and only what follows a read is done.
+    pub written: bool,
 }
 
 /// Digest what a peer's rank reads from this rank.
@@ -123,6 +127,16 @@ pub enum ToRank {
     Forget(Digest),
     /// Read.
     Pull(PullOrder),
+    /// Write.
+    Push(Box<PushOrder>),
+    /// Stop writing; [`FromRank::Pushed`] still follows, when nothing is in flight any more.
+    CancelPush(PushId),
+    /// Bytes of ours are being computed, or are final.
+    Stream(Stream),
+    /// So much of them is.
+    Ready(Ready),
+    /// The stream's lease is closed: nothing more is said or written of it.
+    StreamEnd(LeaseId),
     /// Stop reading; [`FromRank::Pulled`] still follows, when nothing is in flight any more.
     Cancel(PullId),
     /// Digest.
@@ -220,6 +234,8 @@ pub enum Stage {
     Submit,
     /// The read itself.
     Read,
+    /// The write itself, by a producer's rank.
+    Write,
     /// Permuting what was staged into place.
     Permute,
     /// Zeroing the tail.
@@ -237,6 +253,7 @@ impl fmt::Display for Stage {
             Self::Connect => "connect",
             Self::Submit => "submit",
             Self::Read => "read",
+            Self::Write => "write",
             Self::Permute => "permute",
             Self::Zero => "zero",
             Self::Compare => "compare",
@@ -287,6 +304,21 @@ pub enum FromRank {
         pull: PullId,
         /// How it ended.
         result: Result<RankReport, RankFault>,
+    },
+    /// The rank's writes of an order have ended, once for each order; nothing of them is in flight any more unless the fault
+    /// says so.
+    Pushed {
+        /// The order.
+        push: PushId,
+        /// How they ended.
+        result: WriterEnd,
+    },
+    /// The tokens before this one are written, as far as the order's items go; only if that is wanted.
+    PushProgress {
+        /// The order.
+        push: PushId,
+        /// The first token that is not.
+        tokens: Tokens,
     },
     /// The rank needs a producer rank's digests.
     DigestWanted {

@@ -22,6 +22,7 @@ mod gather;
 mod geometry;
 mod leases;
 mod messages;
+mod push;
 mod request;
 
 /// The longest text in a message, in bytes.
@@ -141,6 +142,11 @@ pub(super) fn peer_message(frame: &Frame) -> Result<PeerMessage, WireError> {
             PeerMessage::HeartbeatAnswer(read::<dto::HeartbeatAnswer, _>("heartbeat answer", frame)?)
         }
         kind::CLOSED => PeerMessage::Closed(read::<dto::LeaseClosed, _>("notice of a closed lease", frame)?),
+        kind::PUSH_BIND => PeerMessage::PushBind(Box::new(read::<dto::PushBind, _>("push bind", frame)?)),
+        kind::WRITTEN => PeerMessage::Written(Box::new(read::<dto::Written, _>("end of writes", frame)?)),
+        kind::PROGRESS => PeerMessage::Progress(read::<dto::Progress, _>("progress", frame)?),
+        kind::STOP => PeerMessage::Stop(read::<dto::Fence, _>("stop", frame)?),
+        kind::STOPPED => PeerMessage::Stopped(read::<dto::Stopped, _>("end of a stop", frame)?),
         kind::REFUSED => PeerMessage::Refused(read::<dto::Refused, messages::Reasons>("refusal", frame)?.0),
         kind::BIND => PeerMessage::Bind(read::<dto::Bind, _>("bind", frame)?),
         kind::BIND_ANSWER => PeerMessage::BindAnswer(read::<dto::BindAnswer, _>("bind answer", frame)?),
@@ -162,6 +168,8 @@ pub(super) fn from_rank(frame: &Frame) -> Result<FromRank, WireError> {
         kind::PULLED => read::<dto::Pulled, _>("pull result", frame)?,
         kind::DIGEST_WANTED => read::<dto::DigestWanted, _>("digest question", frame)?,
         kind::DIGESTED => read::<dto::Digested, _>("digest result", frame)?,
+        kind::PUSHED => read::<dto::Pushed, _>("push result", frame)?,
+        kind::PUSH_PROGRESS => read::<dto::PushProgress, _>("push progress", frame)?,
         kind::GATHER_WANTED => read::<dto::GatherWanted, _>("gather question", frame)?,
         kind::GATHERED => read::<dto::Gathered, _>("gather result", frame)?,
         got => return Err(WireError::UnknownKind { got }),
@@ -176,6 +184,11 @@ pub(super) fn to_rank(frame: &Frame) -> Result<ToRank, WireError> {
         kind::FORGET => ToRank::Forget(read::<[u8; 32], messages::Named>("forget", frame)?.0),
         kind::PULL => ToRank::Pull(read::<dto::Pull, _>("pull order", frame)?),
         kind::CANCEL => ToRank::Cancel(read::<u64, messages::Cancelled>("cancel", frame)?.0),
+        kind::PUSH => ToRank::Push(Box::new(read::<dto::Push, _>("push order", frame)?)),
+        kind::CANCEL_PUSH => ToRank::CancelPush(read::<u64, _>("push cancel", frame)?),
+        kind::STREAM => ToRank::Stream(read::<dto::Stream, _>("stream", frame)?),
+        kind::READY => ToRank::Ready(read::<dto::Ready, _>("ready bytes", frame)?),
+        kind::STREAM_END => ToRank::StreamEnd(read::<u128, push::Ended>("end of a stream", frame)?.0),
         kind::CANCEL_DIGEST => ToRank::CancelDigest(read::<u64, messages::Ticket>("digest cancel", frame)?.0),
         kind::DIGEST => ToRank::Digest(read::<dto::DigestOrder, _>("digest order", frame)?),
         kind::DIGEST_ANSWER => read::<dto::DigestAnswer, _>("digest answer", frame)?,
@@ -201,6 +214,11 @@ pub(super) fn encode_peer(message: &PeerMessage) -> Result<Vec<u8>, WireError> {
             let reasons = reasons.iter().take(dto::MAX_REASONS).map(|r| clip(r)).collect();
             write("refusal", kind::REFUSED, &dto::Refused(reasons))
         }
+        PeerMessage::PushBind(m) => write("push bind", kind::PUSH_BIND, &dto::PushBind::from(&**m)),
+        PeerMessage::Written(m) => write("end of writes", kind::WRITTEN, &dto::Written::from(&**m)),
+        PeerMessage::Progress(m) => write("progress", kind::PROGRESS, &dto::Progress::from(m)),
+        PeerMessage::Stop(m) => write("stop", kind::STOP, &dto::Fence::from(&m.fence)),
+        PeerMessage::Stopped(m) => write("end of a stop", kind::STOPPED, &dto::Stopped::from(m)),
         PeerMessage::Bind(m) => write("bind", kind::BIND, &dto::Bind::from(m)),
         PeerMessage::BindAnswer(m) => write("bind answer", kind::BIND_ANSWER, &dto::BindAnswer::from(m)),
         PeerMessage::Release(m) => write("release", kind::RELEASE, &dto::Release::from(m)),
@@ -229,6 +247,14 @@ pub(super) fn encode_from_rank(message: &FromRank) -> Result<Vec<u8>, WireError>
             let pieces = messages::write_pieces(pieces);
             write("digest result", kind::DIGESTED, &dto::Digested { ticket: *ticket, pieces })
         }
+        FromRank::Pushed { push, result } => {
+            let result = push::write_end(result);
+            write("push result", kind::PUSHED, &dto::Pushed { push: push.0, result })
+        }
+        FromRank::PushProgress { push, tokens } => {
+            let d = dto::PushProgress { push: push.0, tokens: tokens.get() };
+            write("push progress", kind::PUSH_PROGRESS, &d)
+        }
         FromRank::GatherWanted { pull, src, gathered } => {
             let d = dto::GatherWanted { pull: pull.0, src: src.get(), batch: gathered.into() };
             write("gather question", kind::GATHER_WANTED, &d)
@@ -248,6 +274,11 @@ pub(super) fn encode_to_rank(message: &ToRank) -> Result<Vec<u8>, WireError> {
         ToRank::Forget(digest) => write("forget", kind::FORGET, digest.as_bytes()),
         ToRank::Pull(m) => write("pull order", kind::PULL, &dto::Pull::from(m)),
         ToRank::Cancel(pull) => write("cancel", kind::CANCEL, &pull.0),
+        ToRank::Push(m) => write("push order", kind::PUSH, &dto::Push::from(&**m)),
+        ToRank::CancelPush(push) => write("push cancel", kind::CANCEL_PUSH, &push.0),
+        ToRank::Stream(m) => write("stream", kind::STREAM, &dto::Stream::from(m)),
+        ToRank::Ready(m) => write("ready bytes", kind::READY, &dto::Ready::from(m)),
+        ToRank::StreamEnd(lease) => write("end of a stream", kind::STREAM_END, &lease.get()),
         ToRank::CancelDigest(ticket) => write("digest cancel", kind::CANCEL_DIGEST, ticket),
         ToRank::Digest(m) => write("digest order", kind::DIGEST, &dto::DigestOrder::from(m)),
         ToRank::DigestAnswer { pull, src, pieces } => {

@@ -285,6 +285,7 @@ pub(super) enum Closing {
     Withdrawn,
     Expired,
     RankLost,
+    Restarted,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -387,6 +388,7 @@ pub(super) struct Pull {
     pub(super) assurance: Assurance,
     pub(super) priority: u8,
     pub(super) deadline_ns: Option<u64>,
+    pub(super) written: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -444,6 +446,7 @@ pub(super) enum Stage {
     Zero,
     Compare,
     Cancelled,
+    Write,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -538,4 +541,99 @@ pub(super) struct GatherPlace {
     pub(super) pull: u64,
     pub(super) src: u32,
     pub(super) result: Gathering,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct PushBind {
+    pub(super) bind: Bind,
+    pub(super) tokens: u64,
+    pub(super) groups: List<DstGroup, MAX_ITEMS>,
+    pub(super) within_ns: u64,
+    pub(super) priority: u8,
+    pub(super) progress: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Write {
+    pub(super) dst: u32,
+    pub(super) bytes: u64,
+    pub(super) descriptors: u64,
+    pub(super) lane: String,
+    pub(super) took_ns: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct WriterReport {
+    pub(super) writes: List<Write, MAX_RANKS>,
+    pub(super) queued_ns: u64,
+    pub(super) slices: u32,
+    pub(super) took_ns: u64,
+}
+
+pub(super) type WriterEnd = Result<WriterReport, RankFault>;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Written {
+    pub(super) fence: Fence,
+    pub(super) writers: List<(u32, WriterEnd), MAX_RANKS>,
+    pub(super) groups: List<SrcGroup, MAX_ITEMS>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Progress {
+    pub(super) fence: Fence,
+    pub(super) tokens: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Stoppage {
+    All,
+    Except(List<u32, MAX_RANKS>),
+    Unknown,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Stopped {
+    pub(super) fence: Fence,
+    pub(super) writers: Stoppage,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Push {
+    pub(super) push: u64,
+    pub(super) lease: u128,
+    pub(super) attempt: u32,
+    pub(super) pairing: Pairing,
+    pub(super) request: Request,
+    pub(super) priority: u8,
+    pub(super) within_ns: u64,
+    pub(super) progress: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Stream {
+    pub(super) lease: u128,
+    pub(super) attempt: u32,
+    pub(super) groups: List<SrcGroup, MAX_ITEMS>,
+    pub(super) sealed: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Ready {
+    pub(super) lease: u128,
+    pub(super) attempt: u32,
+    pub(super) items: List<u32, MAX_ITEMS>,
+    pub(super) tokens: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Pushed {
+    pub(super) push: u64,
+    pub(super) result: WriterEnd,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct PushProgress {
+    pub(super) push: u64,
+    pub(super) tokens: u64,
 }

@@ -69,6 +69,17 @@ pub mod kind {
     pub const HEARTBEAT_ANSWER: u16 = 21;
     /// [`PeerMessage::Closed`](crate::peer::PeerMessage::Closed): a bound lease is over. From version 3 on.
     pub const CLOSED: u16 = 22;
+    /// [`PeerMessage::PushBind`](crate::peer::PeerMessage::PushBind): a bind, and blocks to write into. This and the four after it
+    /// only for a peer with [`Abilities::PUSH`](crate::handshake::Abilities::PUSH).
+    pub const PUSH_BIND: u16 = 24;
+    /// [`PeerMessage::Written`](crate::peer::PeerMessage::Written): each writer, and how it ended.
+    pub const WRITTEN: u16 = 25;
+    /// [`PeerMessage::Progress`](crate::peer::PeerMessage::Progress): so much is in place.
+    pub const PROGRESS: u16 = 26;
+    /// [`PeerMessage::Stop`](crate::peer::PeerMessage::Stop): stop writing.
+    pub const STOP: u16 = 27;
+    /// [`PeerMessage::Stopped`](crate::peer::PeerMessage::Stopped): which writers have stopped.
+    pub const STOPPED: u16 = 28;
     /// [`PeerMessage::RunDigest`](crate::peer::PeerMessage::RunDigest): digest these of your bytes.
     pub const RUN_DIGEST: u16 = 32;
     /// [`PeerMessage::RunDigestAnswer`](crate::peer::PeerMessage::RunDigestAnswer): the digests.
@@ -91,6 +102,10 @@ pub mod kind {
     pub const GATHER_WANTED: u16 = 68;
     /// [`FromRank::Gathered`](crate::rank::FromRank::Gathered): the answer to a gather order.
     pub const GATHERED: u16 = 69;
+    /// [`FromRank::Pushed`](crate::rank::FromRank::Pushed): how a rank's writes of an order ended.
+    pub const PUSHED: u16 = 70;
+    /// [`FromRank::PushProgress`](crate::rank::FromRank::PushProgress): so much of them is done.
+    pub const PUSH_PROGRESS: u16 = 71;
     /// [`ToRank::Welcome`](crate::rank::ToRank::Welcome): the whole engine.
     pub const WELCOME: u16 = 80;
     /// [`ToRank::Refused`](crate::rank::ToRank::Refused): the rank may not join.
@@ -115,6 +130,16 @@ pub mod kind {
     pub const GATHER_END: u16 = 90;
     /// [`ToRank::GatherAnswer`](crate::rank::ToRank::GatherAnswer): where the producer's rank has gathered.
     pub const GATHER_PLACE: u16 = 91;
+    /// [`ToRank::Push`](crate::rank::ToRank::Push): write.
+    pub const PUSH: u16 = 92;
+    /// [`ToRank::CancelPush`](crate::rank::ToRank::CancelPush): stop writing.
+    pub const CANCEL_PUSH: u16 = 93;
+    /// [`ToRank::Stream`](crate::rank::ToRank::Stream): the blocks of a lease that is being computed.
+    pub const STREAM: u16 = 94;
+    /// [`ToRank::Ready`](crate::rank::ToRank::Ready): some of its bytes are final.
+    pub const READY: u16 = 95;
+    /// [`ToRank::StreamEnd`](crate::rank::ToRank::StreamEnd): it is over.
+    pub const STREAM_END: u16 = 96;
 }
 
 /// A message could not be read, or not be written.

@@ -10,7 +10,7 @@ use kvferry_geometry::request::{
     BlockTable, Checkpoint, DstGroup, DstPaged, DstState, Request, SrcGroup, SrcPaged, SrcState, Tail,
 };
 use kvferry_geometry::staged::Place;
-use kvferry_geometry::units::{BlockId, Bytes, Name, RankId, TokenRange, Tokens};
+use kvferry_geometry::units::{BlockId, Bytes, ItemId, Name, RankId, TokenRange, Tokens};
 
 use super::*;
 use crate::handshake::{Abilities, Again, Hello};
@@ -20,6 +20,10 @@ use crate::names::{Attempt, ContentKey, EngineId, Epoch, Fence, LeaseId, ModelId
 use crate::peer::{
     Bind, BindAnswer, BindRefusal, Gather, GatherAnswer, Gathered, Grant, Heartbeat, HeartbeatAnswer, LeaseClosed,
     Left, MAX_PIECES, NotGathered, ReadsEnd, Release, ReleaseAnswer, RunDigest, RunDigestAnswer, Verdict, Window,
+};
+use crate::push::{
+    Progress, PushBind, PushId, PushOrder, Ready, Room, Stop, Stoppage, Stopped, Stream, WriteReport, WriterEnd,
+    WriterReport, Written,
 };
 use crate::rank::{
     Assurance, BadBlock, DigestOrder, GatherOrder, Pairing, PullId, PullOrder, RankFault, RankReport, SourceReport,
@@ -166,9 +170,50 @@ fn peer_messages() -> Vec<PeerMessage> {
         Closing::Withdrawn,
         Closing::Expired,
         Closing::RankLost,
+        Closing::Restarted,
     ];
     all.extend(ways.map(|how| PeerMessage::Closed(LeaseClosed { fence: fence(), how })));
+    all.extend(push_messages());
     all
+}
+
+fn push_messages() -> Vec<PeerMessage> {
+    let bind = Bind {
+        fence: fence(),
+        content_key: ContentKey::from_bytes([8; 32]),
+        salt: 63,
+        peer_map: Digest::from_bytes([9; 32]),
+    };
+    let room = Room {
+        tokens: Tokens::new(130),
+        groups: dst_groups(),
+        within: Duration::from_nanos(u64::MAX),
+        priority: 7,
+        progress: true,
+    };
+    let writers = ends().into_iter().zip(0..).map(|(end, n)| (RankId::new(n), end)).collect();
+    let stoppages = [Stoppage::All, Stoppage::Except([1, u32::MAX].map(RankId::new).into()), Stoppage::Unknown];
+    let mut all = vec![
+        PeerMessage::PushBind(Box::new(PushBind { bind, room })),
+        PeerMessage::Written(Box::new(Written { fence: fence(), writers, groups: src_groups() })),
+        PeerMessage::Progress(Progress { fence: fence(), tokens: Tokens::new(u64::MAX) }),
+        PeerMessage::Stop(Stop { fence: fence() }),
+    ];
+    all.extend(stoppages.map(|writers| PeerMessage::Stopped(Stopped { fence: fence(), writers })));
+    all
+}
+
+fn ends() -> [WriterEnd; 2] {
+    let write = WriteReport {
+        dst: RankId::new(3),
+        bytes: Bytes::new(1 << 50),
+        descriptors: 9,
+        lane: "cma (cma, sysv)".into(),
+        took: Duration::from_micros(7),
+    };
+    let report =
+        WriterReport { writes: vec![write], queued: Duration::from_micros(1), slices: 3, took: Duration::from_secs(1) };
+    [Ok(report), Err(RankFault { stage: Stage::Write, text: "lost".into(), in_doubt: true, bad: Vec::new() })]
 }
 
 /// What a neighbour one version older has said, byte by byte: it means the same for ever, and what we say to such a neighbour
@@ -240,8 +285,28 @@ fn to_rank_messages() -> Vec<ToRank> {
             assurance,
             priority,
             deadline,
+            written: assurance == Assurance::Full,
         })
     }));
+    let (lease, attempt) = (LeaseId::new(u128::MAX), Attempt::new(3));
+    all.extend([
+        ToRank::Push(Box::new(PushOrder {
+            push: PushId(u64::MAX),
+            lease,
+            attempt,
+            pairing: pairing(),
+            tokens: request().tokens,
+            src: request().src,
+            dst: request().dst,
+            priority: 255,
+            within: Duration::from_secs(3),
+            progress: true,
+        })),
+        ToRank::CancelPush(PushId(0)),
+        ToRank::Stream(Stream { lease, attempt, groups: src_groups(), sealed: true }),
+        ToRank::Ready(Ready { lease, attempt, items: [0, 7].map(ItemId::new).to_vec(), tokens: Tokens::new(64) }),
+        ToRank::StreamEnd(lease),
+    ]);
     all
 }
 
@@ -287,6 +352,8 @@ fn from_rank_messages() -> Vec<FromRank> {
         FromRank::GatherWanted { pull: PullId(1), src: RankId::new(9), gathered: gathered() },
     ]);
     all.extend(gatherings().map(|result| FromRank::Gathered { ticket: 5, result }));
+    all.extend(ends().map(|result| FromRank::Pushed { push: PushId(9), result }));
+    all.push(FromRank::PushProgress { push: PushId(9), tokens: Tokens::new(17) });
     let stages = [
         Stage::Plan,
         Stage::Connect,
@@ -296,6 +363,7 @@ fn from_rank_messages() -> Vec<FromRank> {
         Stage::Zero,
         Stage::Compare,
         Stage::Cancelled,
+        Stage::Write,
     ];
     all.extend(stages.map(|stage| {
         let bad = vec![BadBlock { src: RankId::new(1), item: Name::new("layer.0"), block: BlockId::new(6) }];
@@ -341,7 +409,7 @@ fn kinds_are_distinct_and_of_one_link_each() {
     let mut kinds: Vec<u16> = frames().iter().map(|f| f.kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds.len(), 34, "every kind of the registry is covered");
+    assert_eq!(kinds.len(), 46, "every kind of the registry is covered");
     for f in frames() {
         let known = decode_all(&f).iter().filter(|r| !matches!(r, Err(WireError::UnknownKind { .. }))).count();
         assert_eq!(known, 1, "kind {}", f.kind);
@@ -407,7 +475,9 @@ fn sec_01_foreign_encodings_and_announced_lengths_are_errors() {
     for whole in frames() {
         for body in bodies {
             let f = Frame { kind: whole.kind, body: body.to_vec() };
-            if [kind::CANCEL, kind::CANCEL_DIGEST, kind::GATHER_END].contains(&f.kind) {
+            if [kind::CANCEL, kind::CANCEL_DIGEST, kind::GATHER_END, kind::CANCEL_PUSH, kind::STREAM_END]
+                .contains(&f.kind)
+            {
                 // Any small number is a request's or a ticket's.
                 continue;
             }

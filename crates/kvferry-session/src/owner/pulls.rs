@@ -478,7 +478,7 @@ impl OwnerSession {
         // All are ordered before one that isn't there makes the others stop.
         let order = |rank: &RankId| {
             let request = request.clone();
-            let order = PullOrder { pull: id, pairing, request, assurance, priority, deadline };
+            let order = PullOrder { pull: id, pairing, request, assurance, priority, deadline, written: false };
             !self.send_rank(*rank, ToRank::Pull(order), Some(&peer))
         };
         let absent: Vec<RankId> = named.into_iter().filter(order).collect();

@@ -111,6 +111,7 @@ impl World {
             assurance,
             priority: 100,
             deadline: None,
+            written: false,
         }
     }
 

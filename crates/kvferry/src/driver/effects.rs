@@ -224,6 +224,7 @@ mod tests {
             assurance: Assurance::Fenced,
             priority: 100,
             deadline: None,
+            written: false,
         };
         let answer = not_ordered(&ToRank::Pull(order), why);
         assert!(matches!(answer, Some(FromRank::Pulled { pull: PullId(7), result: Err(f) }) if f.text == why));

@@ -56,6 +56,7 @@ impl TryFrom<dto::LeaseClosed> for LeaseClosed {
             dto::Closing::Withdrawn => Closing::Withdrawn,
             dto::Closing::Expired => Closing::Expired,
             dto::Closing::RankLost => Closing::RankLost,
+            dto::Closing::Restarted => Closing::Restarted,
         };
         Ok(Self { fence: d.fence.try_into()?, how })
     }
@@ -71,6 +72,7 @@ impl From<&LeaseClosed> for dto::LeaseClosed {
             Closing::Withdrawn => dto::Closing::Withdrawn,
             Closing::Expired => dto::Closing::Expired,
             Closing::RankLost => dto::Closing::RankLost,
+            Closing::Restarted => dto::Closing::Restarted,
         };
         Self { fence: (&m.fence).into(), how }
     }

@@ -361,6 +361,7 @@ impl TryFrom<dto::Pull> for PullOrder {
             assurance,
             priority: d.priority,
             deadline: d.deadline_ns.map(Duration::from_nanos),
+            written: d.written,
         })
     }
 }
@@ -379,6 +380,7 @@ impl From<&PullOrder> for dto::Pull {
             assurance,
             priority: m.priority,
             deadline_ns: m.deadline.map(nanos),
+            written: m.written,
         }
     }
 }
@@ -463,7 +465,7 @@ impl TryFrom<dto::Pulled> for FromRank {
     }
 }
 
-fn fault(d: dto::RankFault) -> Converted<RankFault> {
+pub(super) fn fault(d: dto::RankFault) -> Converted<RankFault> {
     let stage = match d.stage {
         dto::Stage::Plan => Stage::Plan,
         dto::Stage::Connect => Stage::Connect,
@@ -473,6 +475,7 @@ fn fault(d: dto::RankFault) -> Converted<RankFault> {
         dto::Stage::Zero => Stage::Zero,
         dto::Stage::Compare => Stage::Compare,
         dto::Stage::Cancelled => Stage::Cancelled,
+        dto::Stage::Write => Stage::Write,
     };
     let bad = |b: dto::BadBlock| {
         Ok(BadBlock { src: RankId::new(b.src), item: Name::new(&text(b.item)?), block: BlockId::new(b.block) })
@@ -519,6 +522,7 @@ impl From<&RankFault> for dto::RankFault {
             Stage::Zero => dto::Stage::Zero,
             Stage::Compare => dto::Stage::Compare,
             Stage::Cancelled => dto::Stage::Cancelled,
+            Stage::Write => dto::Stage::Write,
         };
         let bad = |b: &BadBlock| dto::BadBlock { src: b.src.get(), item: b.item.as_str().into(), block: b.block.get() };
         let bad = f.bad.iter().take(MAX_BAD_BLOCKS).map(bad).collect();

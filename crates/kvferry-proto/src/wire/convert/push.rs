@@ -1,0 +1,244 @@
+//! Grants, write orders, streams, and how writes ended.
+
+use std::time::Duration;
+
+use kvferry_geometry::request::Request;
+use kvferry_geometry::units::{Bytes, ItemId, RankId, Tokens};
+
+use super::messages::{fault, nanos, pairing, write_pairing};
+use super::request::Budget;
+use super::{ConvertError, Converted, clip, text};
+use crate::names::{Attempt, Fence, LeaseId};
+use crate::push::{
+    Progress, PushBind, PushId, PushOrder, Ready, Room, Stop, Stoppage, Stopped, Stream, WriteReport, WriterEnd,
+    WriterReport, Written,
+};
+use crate::rank::FromRank;
+use crate::wire::dto;
+
+/// A stream that is over.
+pub(super) struct Ended(pub(super) LeaseId);
+
+impl TryFrom<dto::PushBind> for PushBind {
+    type Error = ConvertError;
+    fn try_from(d: dto::PushBind) -> Converted<Self> {
+        let room = Room {
+            tokens: Tokens::new(d.tokens),
+            groups: Budget::new().dst(d.groups)?,
+            within: Duration::from_nanos(d.within_ns),
+            priority: d.priority,
+            progress: d.progress,
+        };
+        Ok(Self { bind: d.bind.try_into()?, room })
+    }
+}
+
+impl From<&PushBind> for dto::PushBind {
+    fn from(m: &PushBind) -> Self {
+        Self {
+            bind: (&m.bind).into(),
+            tokens: m.room.tokens.get(),
+            groups: m.room.groups.iter().map(dto::DstGroup::from).collect(),
+            within_ns: nanos(m.room.within),
+            priority: m.room.priority,
+            progress: m.room.progress,
+        }
+    }
+}
+
+fn end(d: dto::WriterEnd) -> Converted<WriterEnd> {
+    let write = |w: dto::Write| -> Converted<WriteReport> {
+        Ok(WriteReport {
+            dst: RankId::new(w.dst),
+            bytes: Bytes::new(w.bytes),
+            descriptors: w.descriptors,
+            lane: text(w.lane)?,
+            took: Duration::from_nanos(w.took_ns),
+        })
+    };
+    Ok(match d {
+        Ok(r) => Ok(WriterReport {
+            writes: r.writes.into_iter().map(write).collect::<Converted<_>>()?,
+            queued: Duration::from_nanos(r.queued_ns),
+            slices: r.slices,
+            took: Duration::from_nanos(r.took_ns),
+        }),
+        Err(f) => Err(fault(f)?),
+    })
+}
+
+pub(super) fn write_end(end: &WriterEnd) -> dto::WriterEnd {
+    let write = |w: &WriteReport| dto::Write {
+        dst: w.dst.get(),
+        bytes: w.bytes.get(),
+        descriptors: w.descriptors,
+        lane: clip(&w.lane),
+        took_ns: nanos(w.took),
+    };
+    let report = |r: &WriterReport| dto::WriterReport {
+        writes: r.writes.iter().map(write).collect(),
+        queued_ns: nanos(r.queued),
+        slices: r.slices,
+        took_ns: nanos(r.took),
+    };
+    end.as_ref().map(report).map_err(dto::RankFault::from)
+}
+
+impl TryFrom<dto::Written> for Written {
+    type Error = ConvertError;
+    fn try_from(d: dto::Written) -> Converted<Self> {
+        let writer = |(rank, e)| Ok((RankId::new(rank), end(e)?));
+        let writers = d.writers.into_iter().map(writer).collect::<Converted<_>>()?;
+        Ok(Self { fence: d.fence.try_into()?, writers, groups: Budget::new().src(d.groups)? })
+    }
+}
+
+impl From<&Written> for dto::Written {
+    fn from(m: &Written) -> Self {
+        Self {
+            fence: (&m.fence).into(),
+            writers: m.writers.iter().map(|(rank, end)| (rank.get(), write_end(end))).collect(),
+            groups: m.groups.iter().map(dto::SrcGroup::from).collect(),
+        }
+    }
+}
+
+impl TryFrom<dto::Progress> for Progress {
+    type Error = ConvertError;
+    fn try_from(d: dto::Progress) -> Converted<Self> {
+        Ok(Self { fence: d.fence.try_into()?, tokens: Tokens::new(d.tokens) })
+    }
+}
+
+impl From<&Progress> for dto::Progress {
+    fn from(m: &Progress) -> Self {
+        Self { fence: (&m.fence).into(), tokens: m.tokens.get() }
+    }
+}
+
+impl TryFrom<dto::Fence> for Stop {
+    type Error = ConvertError;
+    fn try_from(d: dto::Fence) -> Converted<Self> {
+        Ok(Self { fence: Fence::try_from(d)? })
+    }
+}
+
+impl TryFrom<dto::Stopped> for Stopped {
+    type Error = ConvertError;
+    fn try_from(d: dto::Stopped) -> Converted<Self> {
+        let writers = match d.writers {
+            dto::Stoppage::All => Stoppage::All,
+            dto::Stoppage::Except(ranks) => Stoppage::Except(ranks.into_iter().map(RankId::new).collect()),
+            dto::Stoppage::Unknown => Stoppage::Unknown,
+        };
+        Ok(Self { fence: d.fence.try_into()?, writers })
+    }
+}
+
+impl From<&Stopped> for dto::Stopped {
+    fn from(m: &Stopped) -> Self {
+        let writers = match &m.writers {
+            Stoppage::All => dto::Stoppage::All,
+            Stoppage::Except(ranks) => dto::Stoppage::Except(ranks.iter().map(|r| r.get()).collect()),
+            Stoppage::Unknown => dto::Stoppage::Unknown,
+        };
+        Self { fence: (&m.fence).into(), writers }
+    }
+}
+
+impl TryFrom<u64> for PushId {
+    type Error = ConvertError;
+    fn try_from(d: u64) -> Converted<Self> {
+        Ok(Self(d))
+    }
+}
+
+impl TryFrom<u128> for Ended {
+    type Error = ConvertError;
+    fn try_from(d: u128) -> Converted<Self> {
+        Ok(Self(LeaseId::new(d)))
+    }
+}
+
+impl TryFrom<dto::Push> for PushOrder {
+    type Error = ConvertError;
+    fn try_from(d: dto::Push) -> Converted<Self> {
+        let Request { tokens, src, dst } = d.request.try_into()?;
+        Ok(Self {
+            push: PushId(d.push),
+            lease: LeaseId::new(d.lease),
+            attempt: Attempt::new(d.attempt),
+            pairing: pairing(&d.pairing),
+            tokens,
+            src,
+            dst,
+            priority: d.priority,
+            within: Duration::from_nanos(d.within_ns),
+            progress: d.progress,
+        })
+    }
+}
+
+impl From<&PushOrder> for dto::Push {
+    fn from(m: &PushOrder) -> Self {
+        Self {
+            push: m.push.0,
+            lease: m.lease.get(),
+            attempt: m.attempt.get(),
+            pairing: write_pairing(&m.pairing),
+            request: dto::Request {
+                tokens: m.tokens.get(),
+                src: m.src.iter().map(dto::SrcGroup::from).collect(),
+                dst: m.dst.iter().map(dto::DstGroup::from).collect(),
+            },
+            priority: m.priority,
+            within_ns: nanos(m.within),
+            progress: m.progress,
+        }
+    }
+}
+
+impl TryFrom<dto::Stream> for Stream {
+    type Error = ConvertError;
+    fn try_from(d: dto::Stream) -> Converted<Self> {
+        let (lease, attempt) = (LeaseId::new(d.lease), Attempt::new(d.attempt));
+        Ok(Self { lease, attempt, groups: Budget::new().src(d.groups)?, sealed: d.sealed })
+    }
+}
+
+impl From<&Stream> for dto::Stream {
+    fn from(m: &Stream) -> Self {
+        let groups = m.groups.iter().map(dto::SrcGroup::from).collect();
+        Self { lease: m.lease.get(), attempt: m.attempt.get(), groups, sealed: m.sealed }
+    }
+}
+
+impl TryFrom<dto::Ready> for Ready {
+    type Error = ConvertError;
+    fn try_from(d: dto::Ready) -> Converted<Self> {
+        let items = d.items.into_iter().map(ItemId::new).collect();
+        let (lease, attempt) = (LeaseId::new(d.lease), Attempt::new(d.attempt));
+        Ok(Self { lease, attempt, items, tokens: Tokens::new(d.tokens) })
+    }
+}
+
+impl From<&Ready> for dto::Ready {
+    fn from(m: &Ready) -> Self {
+        let items = m.items.iter().map(|i| i.get()).collect();
+        Self { lease: m.lease.get(), attempt: m.attempt.get(), items, tokens: m.tokens.get() }
+    }
+}
+
+impl TryFrom<dto::Pushed> for FromRank {
+    type Error = ConvertError;
+    fn try_from(d: dto::Pushed) -> Converted<Self> {
+        Ok(Self::Pushed { push: PushId(d.push), result: end(d.result)? })
+    }
+}
+
+impl TryFrom<dto::PushProgress> for FromRank {
+    type Error = ConvertError;
+    fn try_from(d: dto::PushProgress) -> Converted<Self> {
+        Ok(Self::PushProgress { push: PushId(d.push), tokens: Tokens::new(d.tokens) })
+    }
+}
