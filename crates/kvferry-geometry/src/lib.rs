@@ -3,7 +3,8 @@
 //! This crate is `no_std`: it knows no address, clock, device, socket or peer. It takes *descriptions* (a [`spec`] of
 //! the model's cache items, a [`placement`] for each rank, a [`layout`] of each rank's memory), proves them once
 //! ([`manifest::Manifest::new`]), and from two proven manifests computes who reads what from whom ([`peers`]) and which
-//! byte ranges those are ([`plan`], multiplied by a [`request`]).
+//! byte ranges those are ([`plan`], multiplied by a [`request`]), all of them or those that became final between two
+//! [`watermarks`].
 //!
 //! The unit of truth is the *logical byte*: (item, token, head, component, byte), or (item, part, row, unit, byte) of a
 //! state. Everything that differs between two engines (parallelism, block size, layout, grouping, order) is data in their
@@ -26,4 +27,5 @@ pub mod spec;
 pub mod staged;
 mod token_set;
 pub mod units;
+pub mod watermarks;
 pub mod zero;

@@ -11,6 +11,9 @@
 //! plan to more than [`MAX_PHASES`], none are kept for it and `resolve` walks the request's tokens instead, with the same kind
 //! of output.
 //!
+//! A source that is still computing is resolved in pieces, by the watermarks of its items: see
+//! [`PairPlan::resolve_between`].
+//!
 //! Planner code speaks of `src` and `dst` only: pull and push are one planner.
 
 use alloc::sync::Arc;
@@ -27,10 +30,12 @@ use crate::placement::{HeadRange, Placement};
 use crate::spec::{Item, MAX_COMPONENTS, Retention};
 use crate::token_set::{TokenSet, lcm};
 use crate::units::{GroupId, ItemId, Name, RankId, TokenRange, Tokens};
+use crate::watermarks::Watermark;
 
 mod linear;
 mod members;
 mod nest;
+mod pieces;
 mod resolve;
 mod rows;
 mod side;
@@ -46,7 +51,7 @@ pub const MAX_PHASES: usize = 2048;
 /// The longest period that is planned ahead, in entries.
 const MAX_PLANNED_PERIOD: u64 = 1 << 22;
 
-/// No plan for a pair of ranks.
+/// No plan for a pair of ranks, or none for a request.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -84,6 +89,48 @@ pub enum PlanError {
         /// Destination rank.
         dst: RankId,
     },
+    /// Watermarks of another engine.
+    #[error("ranks {src} and {dst}: the watermarks are of {got} items, but the source has {expected}")]
+    ForeignWatermarks {
+        /// Source rank of the plan.
+        src: RankId,
+        /// Destination rank of the plan.
+        dst: RankId,
+        /// Items that have a watermark.
+        got: usize,
+        /// Items of the source.
+        expected: usize,
+    },
+    /// The interval between the watermarks ends before it begins.
+    #[error("source item {item}: it is to move from where it is {from} to where it is {to}; watermarks only grow")]
+    Backwards {
+        /// The item, by its source id.
+        item: ItemId,
+        /// Where the interval begins.
+        from: Watermark,
+        /// Where it ends.
+        to: Watermark,
+    },
+    /// An item is to be whole though the source has not listed all of it.
+    #[error(
+        "source item {item}: it is marked as whole, but the request is only promised; bind the final lists to resolve it"
+    )]
+    Promised {
+        /// The item, by its source id.
+        item: ItemId,
+    },
+    /// A promised request doesn't list the blocks of tokens that are marked as final.
+    #[error(
+        "source group {group}: tokens {to} are to move, but its blocks cover {listed} so far; list more blocks first"
+    )]
+    NotListed {
+        /// The source's group.
+        group: GroupId,
+        /// The tokens that are to move.
+        to: TokenRange,
+        /// The tokens that the listed blocks cover.
+        listed: TokenRange,
+    },
 }
 
 /// What of a class's items moves along an axis: the heads of paged items, or the units of one part of states.
@@ -98,6 +145,8 @@ pub struct AxisShare {
 /// Items of a rank pair that differ only in where they start.
 #[derive(Clone, Debug)]
 pub struct ItemClass {
+    /// The source's ids of the items.
+    sources: Vec<ItemId>,
     items: Vec<ItemId>,
     groups: (GroupId, GroupId),
     /// `None` for states.
@@ -125,6 +174,12 @@ impl ItemClass {
     #[must_use]
     pub fn items(&self) -> &[ItemId] {
         &self.items
+    }
+
+    /// Source ids of the items, in the same order.
+    #[must_use]
+    pub fn sources(&self) -> &[ItemId] {
+        &self.sources
     }
 
     /// What moves of them: one share for paged items, one for each part of states.
@@ -176,6 +231,8 @@ pub struct PairPlan {
     dst: RankId,
     /// Digests of the two engines' manifests.
     of: (Digest, Digest),
+    /// How many items the source has.
+    src_items: usize,
     classes: Vec<ItemClass>,
 }
 
@@ -199,7 +256,7 @@ impl PairPlan {
             let to = Place { manifest: c.dst(), rank: dst, items: &wanted.items };
             members::classes_of(from, to, &wanted, &mut classes).ok_or(PlanError::NotPlaced { src, dst })?;
         }
-        Ok(Self { src, dst, of: c.digests(), classes })
+        Ok(Self { src, dst, of: c.digests(), src_items: c.src().spec().items().len(), classes })
     }
 
     /// The plan that pairs a rank's paged items with themselves: a one-sided list of places, for zeroing.
@@ -220,7 +277,8 @@ impl PairPlan {
             members::classes_of(place, place, wanted, &mut classes)
                 .ok_or(PlanError::NotPlaced { src: rank, dst: rank })?;
         }
-        Ok(Self { src: rank, dst: rank, of: (manifest.digest(), manifest.digest()), classes })
+        let (of, src_items) = ((manifest.digest(), manifest.digest()), manifest.spec().items().len());
+        Ok(Self { src: rank, dst: rank, of, src_items, classes })
     }
 
     /// The rank that is read.

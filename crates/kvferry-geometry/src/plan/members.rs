@@ -59,7 +59,8 @@ pub(super) fn classes_of(src: Place<'_>, dst: Place<'_>, wanted: &Wanted, out: &
     }
     for ((s, d), indices) in members {
         let bases: Option<Vec<Base>> = indices.iter().map(|&i| Some(base(src.get(i)?, dst.get(i)?))).collect();
-        let members = Members { items: indices.iter().map(|&i| dst.items[i]).collect(), bases: bases? };
+        let ids = |of: &[ItemId]| -> Vec<ItemId> { indices.iter().map(|&i| of[i]).collect() };
+        let members = Members { items: ids(dst.items), sources: ids(src.items), bases: bases? };
         match &d.item.kind {
             ItemKind::Paged(item) => {
                 let spans: BTreeSet<u32> = item.components.iter().map(|c| c.span).collect();
@@ -75,6 +76,7 @@ pub(super) fn classes_of(src: Place<'_>, dst: Place<'_>, wanted: &Wanted, out: &
 
 struct Members {
     items: Vec<ItemId>,
+    sources: Vec<ItemId>,
     bases: Vec<Base>,
 }
 
@@ -160,6 +162,7 @@ fn paged_class(
         groups: (s.group, d.group),
         retention: Some(item.retention),
         shares: vec![AxisShare { part: None, heads: *heads }],
+        sources: members.sources.clone(),
         entry_tokens,
         span: u64::from(span),
         tokens: tokens.in_entries(entry_tokens)?,
@@ -196,6 +199,7 @@ fn state_class(s: Placed<'_>, d: Placed<'_>, members: &Members, wanted: &Wanted)
         groups: (s.group, d.group),
         retention: None,
         shares,
+        sources: members.sources.clone(),
         entry_tokens: 1,
         span: 1,
         tokens: TokenSet { period: 1, intervals: vec![(0, 1)] },

@@ -5,16 +5,18 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use super::nest::{CompiledPhase, PlacedNest};
+use super::pieces::Between;
 use super::{ItemClass, PairPlan, Phase, PlanError, rows, walk};
-use crate::batch::{Batch, PairRun, Pairs, Part, joined};
+use crate::batch::{Base, Batch, PairRun, Pairs, Part, joined};
 use crate::request::{BlockTable, BoundRequest, GroupMove, Reader};
 use crate::units::{BlockId, ItemId};
+use crate::watermarks::Watermarks;
 
 /// The tables of a class; classes with equal `link` have equal ones.
 #[derive(Clone, Copy)]
-struct Tables<'a> {
+pub(super) struct Tables<'a> {
     link: usize,
-    src: &'a BlockTable,
+    pub(super) src: &'a BlockTable,
     dst: &'a BlockTable,
 }
 
@@ -58,12 +60,36 @@ impl PairPlan {
     /// # Errors
     /// [`PlanError::ForeignRequest`] where the request was bound to other engines: its blocks mean other tokens there.
     pub fn resolve(&self, request: &BoundRequest) -> Result<Batch, PlanError> {
+        self.resolve_pieces(request, None)
+    }
+
+    /// What moves of a request when the source's final bytes have grown from some watermarks to others: of each item the entries
+    /// whose tokens all lie below `to` and didn't below `from`, among those that [`resolve`](Self::resolve) moves. An entry or
+    /// value that stands for several tokens moves with the last of them. States, a last value that is filled in part, and what a
+    /// frozen tail adds move with [`Whole`](crate::watermarks::Watermark::Whole).
+    ///
+    /// So along any growing row of watermarks, from none to whole, the batches together move what `resolve` does, each byte
+    /// once. Requests may change between them by what [`promised`](BoundRequest::promised) lets come later.
+    ///
+    /// # Errors
+    /// [`PlanError::ForeignRequest`] and [`PlanError::ForeignWatermarks`] where these are of other engines,
+    /// [`PlanError::Backwards`] where `to` is behind `from`, and of a promised request [`PlanError::Promised`] where an item is
+    /// whole in `to`, [`PlanError::NotListed`] where tokens are final whose blocks are not listed.
+    pub fn resolve_between(
+        &self,
+        request: &BoundRequest,
+        from: &Watermarks,
+        to: &Watermarks,
+    ) -> Result<Batch, PlanError> {
+        self.resolve_pieces(request, Some((from, to)))
+    }
+
+    fn resolve_pieces(&self, request: &BoundRequest, between: Between<'_>) -> Result<Batch, PlanError> {
         let mut known = KnownPairs::default();
         let mut all = Vec::new();
-        for class in &self.classes {
-            let (entries, tables) = self.move_of(class, request)?;
-            all.push((Arc::clone(&class.bases), class.resolve(entries, tables, &mut known)));
-        }
+        self.each_piece(request, between, |class, piece, tables| {
+            all.push((piece.bases, class.resolve(piece.entries, tables, &mut known)));
+        })?;
         Ok(Batch::new(rows::join(all)))
     }
 
@@ -95,15 +121,36 @@ impl PairPlan {
     /// # Errors
     /// As [`resolve`](Self::resolve).
     pub fn uncoalesced(&self, request: &BoundRequest) -> Result<u64, PlanError> {
-        let of_class = |class: &ItemClass| {
-            let (entries, _) = self.move_of(class, request)?;
-            Ok(class.items.len() as u64 * class.ranges(entries))
-        };
-        self.classes.iter().map(of_class).sum()
+        self.ranges_of_pieces(request, None)
     }
 
-    /// What a request moves of a class: its entries, and the two tables.
-    fn move_of<'a>(&self, class: &ItemClass, request: &'a BoundRequest) -> Result<((u64, u64), Tables<'a>), PlanError> {
+    /// The same of what [`resolve_between`](Self::resolve_between) moves.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn uncoalesced_between(
+        &self,
+        request: &BoundRequest,
+        from: &Watermarks,
+        to: &Watermarks,
+    ) -> Result<u64, PlanError> {
+        self.ranges_of_pieces(request, Some((from, to)))
+    }
+
+    fn ranges_of_pieces(&self, request: &BoundRequest, between: Between<'_>) -> Result<u64, PlanError> {
+        let mut sum = 0;
+        self.each_piece(request, between, |class, piece, _| {
+            sum += piece.bases.len() as u64 * class.ranges(piece.entries);
+        })?;
+        Ok(sum)
+    }
+
+    /// What a request moves of a class, and the two tables.
+    pub(super) fn move_of<'a>(
+        &self,
+        class: &ItemClass,
+        request: &'a BoundRequest,
+    ) -> Result<(&'a GroupMove, Tables<'a>), PlanError> {
         if request.of() != self.of {
             return Err(self.foreign());
         }
@@ -112,8 +159,7 @@ impl PairPlan {
         let (Some(m), Some((src, dst))) = (request.moves().get(index), request.tables(index)) else {
             return Err(self.foreign());
         };
-        let entries = if class.retention.is_some() { class.entries(m.range) } else { (0, m.states.len() as u64) };
-        Ok((entries, Tables { link: index, src, dst }))
+        Ok((m, Tables { link: index, src, dst }))
     }
 
     fn foreign(&self) -> PlanError {
@@ -127,10 +173,18 @@ impl ItemClass {
         if !self.items.iter().any(|i| items.contains(i)) {
             return Some(Cow::Borrowed(self));
         }
-        let kept = || self.items.iter().zip(self.bases.iter()).filter(|(i, _)| !items.contains(i));
-        let mut class = self.clone();
-        (class.items, class.bases) = (kept().map(|k| *k.0).collect(), kept().map(|k| *k.1).collect());
-        (!class.items.is_empty()).then_some(Cow::Owned(class))
+        let kept: Vec<usize> = (0..self.items.len()).filter(|&i| !items.contains(&self.items[i])).collect();
+        let ids = |of: &[ItemId]| -> Vec<ItemId> { kept.iter().map(|&i| of[i]).collect() };
+        let (items, sources, bases) = (ids(&self.items), ids(&self.sources), self.bases_of(&kept));
+        (!kept.is_empty()).then(|| Cow::Owned(Self { items, sources, bases, ..self.clone() }))
+    }
+
+    /// Where some of the items start, given by their indices in order.
+    pub(super) fn bases_of(&self, indices: &[usize]) -> Arc<[Base]> {
+        if indices.len() == self.bases.len() {
+            return Arc::clone(&self.bases);
+        }
+        indices.iter().map(|&i| self.bases[i]).collect()
     }
 
     /// The whole periods of an interval: (first, one past the last); equal where there is none.

@@ -68,6 +68,9 @@ pub struct BoundRequest {
     dst: Vec<BlockTable>,
     /// Destination items that the source doesn't have.
     unmatched: Arc<[ItemId]>,
+    /// Length of the sequence.
+    tokens: Tokens,
+    promised: bool,
 }
 
 impl BoundRequest {
@@ -76,6 +79,28 @@ impl BoundRequest {
     /// # Errors
     /// All faults at once, with group names and both values.
     pub fn new(c: &Compatible, request: Request) -> Result<Self, RequestErrors> {
+        Self::bind(c, request, false)
+    }
+
+    /// The same for a source that is still computing what it will hold. What it lists so far is checked, and only the rest of
+    /// it may be missing: later blocks of a table, the whole table (a ring's is listed whole or not at all), states.
+    /// [`held`](SrcPaged::held) is not read, and [`tail`](SrcPaged::tail) counts as [`Tail::Exact`].
+    ///
+    /// The same tokens move as of the final request, but for a frozen tail. Nothing that is
+    /// [`Whole`](crate::watermarks::Watermark::Whole) can be resolved of it: that takes the final lists.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`RequestError::NotHeld`] where a table begins behind the first token that is needed.
+    pub fn promised(c: &Compatible, mut request: Request) -> Result<Self, RequestErrors> {
+        for group in &mut request.src {
+            if let SrcGroup::Paged(g) = group {
+                (g.held, g.tail) = (TokenRange::new(Tokens::ZERO, request.tokens), Tail::Exact);
+            }
+        }
+        Self::bind(c, request, true)
+    }
+
+    fn bind(c: &Compatible, request: Request, promised: bool) -> Result<Self, RequestErrors> {
         let mut errors = Vec::new();
         let (src_groups, dst_groups) = (c.src().groups(), c.dst().groups());
         for (side, got, expected) in
@@ -92,8 +117,9 @@ impl BoundRequest {
             return Err(RequestErrors(errors));
         }
         let Request { tokens, mut src, mut dst } = request;
+        let ask = Ask { c, tokens, promised };
         for (id, group) in (0u32..).map(GroupId::new).zip(&mut src) {
-            check_src(c.src(), id, group, tokens, &mut errors);
+            check_src(ask, id, group, &mut errors);
         }
         for (id, group) in (0u32..).map(GroupId::new).zip(&mut dst) {
             check_dst(c.dst(), id, group, tokens, &mut errors);
@@ -104,11 +130,9 @@ impl BoundRequest {
                 let (s, d) = (&src[link.src.index()], &dst[link.dst.index()]);
                 match (s, d, link.retention) {
                     (SrcGroup::Paged(s), DstGroup::Paged(d), Some(r)) => {
-                        Some(paged_move(c, tokens, *link, r, s, d, &mut errors))
+                        Some(paged_move(ask, *link, r, s, d, &mut errors))
                     }
-                    (SrcGroup::State(s), DstGroup::State(d), None) => {
-                        Some(state_move(c, tokens, *link, s, d, &mut errors))
-                    }
+                    (SrcGroup::State(s), DstGroup::State(d), None) => Some(state_move(ask, *link, s, d, &mut errors)),
                     // The groups' kinds were checked.
                     _ => None,
                 }
@@ -129,13 +153,24 @@ impl BoundRequest {
             DstGroup::State(_) => BlockTable::default(),
         });
         let (src, dst) = (src.collect(), dst.collect());
-        Ok(Self { of: c.digests(), moves, slots, src, dst, unmatched: c.unmatched() })
+        Ok(Self { of: c.digests(), moves, slots, src, dst, unmatched: c.unmatched(), tokens, promised })
     }
 
     /// What moves, for every pair of groups that share items.
     #[must_use]
     pub fn moves(&self) -> &[GroupMove] {
         &self.moves
+    }
+
+    /// Whether the source is still computing what it will hold.
+    #[must_use]
+    pub fn is_promised(&self) -> bool {
+        self.promised
+    }
+
+    /// Length of the sequence: what moves behind it are zeros of a frozen tail.
+    pub(crate) fn tokens(&self) -> Tokens {
+        self.tokens
     }
 
     /// The engines it was bound to.
@@ -168,16 +203,27 @@ impl BoundRequest {
     }
 }
 
+/// Between whom a request is bound, its length, and whether the source's lists are still growing.
+#[derive(Clone, Copy)]
+struct Ask<'a> {
+    c: &'a Compatible,
+    tokens: Tokens,
+    promised: bool,
+}
+
 fn slots_of(m: &GroupMove) -> (BlockTable, BlockTable) {
     let list = |slot: fn(&StateMove) -> BlockId| BlockTable::new(0, &m.states.iter().map(slot).collect::<Vec<_>>());
     (list(|s| s.src), list(|s| s.dst))
 }
 
-fn check_src(m: &Manifest, id: GroupId, group: &mut SrcGroup, tokens: Tokens, errors: &mut Vec<RequestError>) {
-    let side = Side::Src;
+fn check_src(ask: Ask<'_>, id: GroupId, group: &mut SrcGroup, errors: &mut Vec<RequestError>) {
+    let Ask { c, tokens, promised } = ask;
+    let (side, m) = (Side::Src, c.src());
     match group {
         SrcGroup::Paged(_) if m.is_state(id) => wrong_kind(m, side, id, errors),
         SrcGroup::State(_) if !m.is_state(id) => wrong_kind(m, side, id, errors),
+        // Nothing is listed yet, of a ring neither.
+        SrcGroup::Paged(g) if promised && g.table.is_empty() => {}
         SrcGroup::Paged(g) => check_table(m, side, id, &mut g.table, tokens, errors),
         SrcGroup::State(g) => {
             let slots: Vec<BlockId> = g.checkpoints.iter().map(|c| c.slot).collect();
@@ -291,14 +337,8 @@ fn check_table(
     }
 }
 
-fn state_move(
-    c: &Compatible,
-    tokens: Tokens,
-    link: Link,
-    src: &SrcState,
-    dst: &DstState,
-    errors: &mut Vec<RequestError>,
-) -> GroupMove {
+fn state_move(ask: Ask<'_>, link: Link, src: &SrcState, dst: &DstState, errors: &mut Vec<RequestError>) -> GroupMove {
+    let Ask { c, tokens, promised } = ask;
     let resume = dst.slot.map(|slot| (tokens, slot));
     let wanted = resume.into_iter().chain(dst.more.iter().map(|c| (c.position, c.slot)));
     let mut states = Vec::new();
@@ -306,6 +346,10 @@ fn state_move(
         match src.checkpoints.iter().find(|c| c.position == position) {
             Some(held) => states.push(StateMove { position, src: held.slot, dst: slot }),
             None => {
+                // Listed later.
+                if promised {
+                    continue;
+                }
                 let mut held: Vec<Tokens> = src.checkpoints.iter().map(|c| c.position).collect();
                 held.sort_unstable_by_key(|p| core::cmp::Reverse(*p));
                 held.truncate(MAX_TOLD);
@@ -319,14 +363,14 @@ fn state_move(
 
 /// `need = retention ∩ [cached, n)`; it must lie in the destination's room and in what the source holds.
 fn paged_move(
-    c: &Compatible,
-    n: Tokens,
+    ask: Ask<'_>,
     link: Link,
     retention: Retention,
     src: &SrcPaged,
     dst: &DstPaged,
     errors: &mut Vec<RequestError>,
 ) -> GroupMove {
+    let Ask { c, tokens: n, promised } = ask;
     let (src_name, dst_name) = (|| name_of(c.src(), link.src), || name_of(c.dst(), link.dst));
     let block_tokens = |m: &Manifest, id: GroupId| m.groups().get(id.index()).map_or(Tokens::ZERO, |g| g.block_tokens);
     let (src_block, dst_block) = (block_tokens(c.src(), link.src), block_tokens(c.dst(), link.dst));
@@ -362,7 +406,9 @@ fn paged_move(
         }
         _ => src.held,
     };
-    if !held.contains(need) || !listed.contains(need) {
+    // What is promised may be listed later, but a table grows at its end only.
+    let to_come = promised && (src.table.is_empty() || listed.start() <= need.start());
+    if !held.contains(need) || !(listed.contains(need) || to_come) {
         let blocks = src.table.len();
         errors.push(RequestError::NotHeld { group: src_name(), need, held, listed, blocks });
     }
