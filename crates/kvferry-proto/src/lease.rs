@@ -8,6 +8,9 @@
 //!      \--declined, withdrawn, expired, a rank lost--\--withdrawn, expired, a rank or the consumer lost--> Closed
 //! ```
 //!
+//! A lease whose prefill begins anew goes back from Bound to Offered, with the next attempt, once nothing of it is written any more
+//! ([`push`](crate::push)).
+//!
 //! The blocks go back to the engine with [`Closed`] and with nothing else. A closed lease is not kept: lease ids are
 //! random and never re-used, so a table that doesn't list one answers *Stale*, and never *Held*, for ever. Refusals leave
 //! the lease as it was.
@@ -197,6 +200,19 @@ impl Offered {
         self.term
     }
 
+    /// What is offered.
+    #[must_use]
+    pub fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// Other blocks are offered: more of them are known, or the prefill has begun anew.
+    #[must_use]
+    pub fn regroup(mut self, groups: Vec<SrcGroup>) -> Self {
+        self.offer.groups = groups;
+        self
+    }
+
     /// Whether a bind would be granted, but for the map of peers: checked first, since that map costs more.
     ///
     /// # Errors
@@ -317,6 +333,22 @@ impl Bound {
         Ok((self, grant))
     }
 
+    /// More of the blocks are known.
+    #[must_use]
+    pub fn regroup(mut self, groups: Vec<SrcGroup>) -> Self {
+        self.offer.groups = groups;
+        self
+    }
+
+    /// Nobody has it any more, and the next attempt may be bound; `None` after the last that there can be. Only when everything of
+    /// this attempt has stopped.
+    #[must_use]
+    pub fn reopen(self, least: Duration, now: Duration) -> Option<Offered> {
+        let attempt = self.fence.attempt.next()?;
+        let fence = Fence { attempt, ..self.fence };
+        Some(Offered { fence, offer: self.offer, term: self.term.extended(least, now) })
+    }
+
     /// It ends by a message only, or by its engine: for a consumer that knows no ends.
     #[must_use]
     pub fn without_end(mut self) -> Self {
@@ -402,6 +434,7 @@ fn admits(
 pub fn stale(release: &Release) -> ReleaseAnswer {
     ReleaseAnswer { fence: release.fence.clone(), verdict: Verdict::Stale }
 }
+
 /// The fence of a fresh lease.
 #[must_use]
 pub fn first_attempt(engine: EngineId, epoch: Epoch, lease: crate::names::LeaseId) -> Fence {

@@ -198,6 +198,12 @@ pub enum BindRefusal {
     /// `Incompatible`.
     #[error("the producer is busy: {0}")]
     Busy(String),
+    /// Its bytes are still being computed: they can be pushed as they become final, and read when all are.
+    #[error("the lease is still being computed; let it be pushed, or ask again when it is sealed")]
+    NotSealed,
+    /// The blocks that a push grants don't fit what is offered.
+    #[error("the room that was granted does not fit what is offered: {0}")]
+    Unfit(String),
 }
 
 /// How the consumer's reads ended.

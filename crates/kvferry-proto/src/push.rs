@@ -217,6 +217,11 @@ impl Writing {
         self.writers.contains(&rank)
     }
 
+    /// All that are named.
+    pub fn ranks(&self) -> impl Iterator<Item = RankId> {
+        self.writers.iter().copied()
+    }
+
     /// The ranks that have not ended.
     pub fn pending(&self) -> impl Iterator<Item = RankId> {
         self.writers.iter().copied().filter(|rank| !self.ends.contains_key(rank))

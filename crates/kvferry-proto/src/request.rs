@@ -106,6 +106,12 @@ impl Wanted {
 }
 
 impl Asking {
+    /// The lease.
+    #[must_use]
+    pub fn fence(&self) -> &Fence {
+        &self.fence
+    }
+
     /// Takes the producer's answer.
     #[must_use]
     pub fn on_answer(self, answer: BindAnswer) -> Step<Self, Result<Granted, BindRefusal>> {
@@ -120,6 +126,18 @@ impl Asking {
 }
 
 impl Granted {
+    /// What the producer has written, when all of its writers have.
+    #[must_use]
+    pub fn written(fence: Fence, groups: Vec<SrcGroup>) -> Self {
+        Self { fence, groups }
+    }
+
+    /// The lease.
+    #[must_use]
+    pub fn fence(&self) -> &Fence {
+        &self.fence
+    }
+
     /// The producer's blocks and held tokens.
     #[must_use]
     pub fn groups(&self) -> &[SrcGroup] {

@@ -10,7 +10,7 @@ use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, GroupId, ItemId, Name, RankId, TokenRange, Tokens};
 use kvferry_proto::lease::Closing;
-use kvferry_proto::names::{Epoch, Fence};
+use kvferry_proto::names::{EngineId, Epoch, Fence};
 use kvferry_proto::peer::BindRefusal;
 use kvferry_proto::rank::RankFault;
 use kvferry_proto::request::{Ended, Held};
@@ -50,7 +50,9 @@ pub enum Phase {
     Link,
     /// It waits for the producer's answer to its bind.
     Bind,
-    /// Ranks read, or wait for their turn to.
+    /// The producer's ranks write, or wait for what there is to write.
+    Write,
+    /// Ranks read, or wait for their turn to; or do what follows a write.
     Read,
     /// It has failed, and waits for ranks to stop.
     Stop,
@@ -60,7 +62,7 @@ pub enum Phase {
 
 impl Phase {
     /// All, in order.
-    pub const ALL: [Self; 5] = [Self::Link, Self::Bind, Self::Read, Self::Stop, Self::Release];
+    pub const ALL: [Self; 6] = [Self::Link, Self::Bind, Self::Write, Self::Read, Self::Stop, Self::Release];
 
     /// A word for it, for logs and metrics.
     #[must_use]
@@ -68,6 +70,7 @@ impl Phase {
         match self {
             Self::Link => "link",
             Self::Bind => "bind",
+            Self::Write => "write",
             Self::Read => "read",
             Self::Stop => "stop",
             Self::Release => "release",
@@ -78,7 +81,7 @@ impl Phase {
 /// How long a request was in each phase, over all its attempts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Phases {
-    times: [Duration; 5],
+    times: [Duration; 6],
     queued: Duration,
 }
 
@@ -123,6 +126,9 @@ pub struct Report {
     /// Ranks whose memory may still be written: the request's blocks must not be used again while the rank's process lives. They
     /// stay in quarantine, and no other request is given them, until the rank says that it has stopped after all.
     pub in_doubt: Vec<RankId>,
+    /// The producer's ranks that may still write our memory: the request's blocks stay in quarantine until these are known to have
+    /// stopped.
+    pub writers_in_doubt: Vec<RankId>,
     /// What is in place now, one for each group of our engine; none where the engine was not complete.
     pub groups: Vec<GroupOutcome>,
     /// How often it was tried: what is told of ranks is of the last attempt.
@@ -243,6 +249,7 @@ impl Report {
             compared: Bytes::ZERO,
             faults: Vec::new(),
             in_doubt: Vec::new(),
+            writers_in_doubt: Vec::new(),
             groups,
             attempts: times.attempts,
             phases: times.phases,
@@ -334,6 +341,9 @@ impl fmt::Display for Failed {
         for rank in &self.report.in_doubt {
             write!(f, "\nrank {rank}: its blocks may still be written and must not be used again")?;
         }
+        for rank in &self.report.writers_in_doubt {
+            write!(f, "\nthe producer's rank {rank}: it may still write our blocks, which must not be used again")?;
+        }
         Ok(())
     }
 }
@@ -363,6 +373,14 @@ pub enum FailureCause {
         /// Its address.
         address: String,
         /// What is known.
+        reason: String,
+    },
+    /// This engine makes no link to that address, as it is set up: trying again is of no use.
+    #[error("no link is made to the producer's owner at {address}: {reason}")]
+    Unreachable {
+        /// Its address.
+        address: String,
+        /// Why not, and what to set.
         reason: String,
     },
     /// The two owners don't get along.
@@ -422,6 +440,28 @@ pub enum FailureCause {
         /// How many were named.
         ranks: usize,
     },
+    /// Some of the producer's ranks have not written all that they were to write.
+    #[error("{failed} of the producer's {ranks} ranks failed; the first: {first}")]
+    Writers {
+        /// How many failed by themselves.
+        failed: usize,
+        /// How many were named.
+        ranks: usize,
+        /// In the first one's words.
+        first: String,
+    },
+    /// It was to be pushed by an engine that doesn't.
+    #[error("engine {peer} does not push; pull from it instead")]
+    NoPush {
+        /// The engine.
+        peer: EngineId,
+    },
+    /// The producer has said what can't be true.
+    #[error("the producer contradicts itself: {what}")]
+    Contradiction {
+        /// What it has said.
+        what: String,
+    },
     /// As many requests are open as there may be.
     #[error("{limit} requests are open, which is the limit; wait for some to end, or raise the limit")]
     TooManyPulls {
@@ -475,6 +515,7 @@ impl FailureCause {
             Self::RankLost { .. } => "rank lost",
             Self::NotAssured(_) => "not assured",
             Self::Link { .. } => "link",
+            Self::Unreachable { .. } => "unreachable",
             Self::Handshake { .. } => "handshake",
             Self::Mismatch(_) => "mismatch",
             Self::Pairing(_) => "pairing",
@@ -483,7 +524,9 @@ impl FailureCause {
             Self::TooManyBlocks { .. } | Self::TooManyStates { .. } | Self::TooManyPulls { .. } => "limit",
             Self::Request(_) => "request",
             Self::Overlap(_) => "overlap",
-            Self::Ranks { .. } => "transfer",
+            Self::Ranks { .. } | Self::Writers { .. } => "transfer",
+            Self::NoPush { .. } => "no push",
+            Self::Contradiction { .. } => "contradiction",
             Self::Draining => "draining",
             Self::LeaseExpired { .. } => "lease expired",
             Self::LeaseClosed { .. } => "lease closed",

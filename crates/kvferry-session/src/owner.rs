@@ -15,6 +15,8 @@
 //! | `leases`, `asks` | what we offer, and what is asked about it |
 //! | `pulls`, `attempts`, `ends`, `questions` | what we read: on the way, once more, ending, and what our ranks ask meanwhile |
 //! | `beats` | the heartbeats of what we read |
+//! | `streams`, `pushes` | what we offer while it is computed, and what our ranks write of it |
+//! | `receiving` | what the producer's ranks write into blocks of ours, and the evidence that they have stopped |
 //! | `loans` | which blocks are lent to whom |
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -45,25 +47,30 @@ mod leases;
 mod links;
 mod loans;
 mod pulls;
+mod pushes;
 mod questions;
 mod ranks;
+mod receiving;
 mod roads;
 mod show;
+mod streams;
 #[cfg(test)]
 mod tests;
 mod timers;
 
 use asks::Asks;
 use beats::Beats;
-pub use config::{Backoff, LeaseTerms, Limits, OwnerConfig, PullWish, USUAL_PRIORITY};
+pub use config::{Backoff, LeaseTerms, Limits, Mode, OwnerConfig, PullWish, USUAL_PRIORITY};
 pub use effect::{Effect, LinkId, OfferError, RankLinkId};
 use leases::Leases;
 use links::Links;
 use loans::Loans;
 pub use loans::{Holder, Overlap};
 use pulls::Pulls;
+use pushes::Pushes;
 use ranks::Ranks;
 use roads::Roads;
+pub use streams::StreamError;
 
 /// When an offer ends, if nobody reads it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -128,6 +135,7 @@ pub struct OwnerSession {
     asks: Asks,
     loans: Loans,
     pulls: Pulls,
+    pushes: Pushes,
     effects: VecDeque<Effect>,
     now: Duration,
 }
@@ -153,6 +161,7 @@ impl OwnerSession {
             asks: Asks::default(),
             loans: Loans::default(),
             pulls: Pulls::default(),
+            pushes: Pushes::default(),
             effects: VecDeque::new(),
             now: Duration::ZERO,
         })
@@ -181,27 +190,17 @@ impl OwnerSession {
     /// If the engine isn't complete, or the offer doesn't fit it; then nothing is lent.
     pub fn offer(&mut self, lease: LeaseId, offer: Offer, ttl: Ttl, now: Duration) -> Result<Fence, OfferError> {
         self.now = now;
-        let expected = self.config.groups.len();
         let manifest = match &self.life {
             Life::Assembling => return Err(OfferError::NotReady),
             Life::Broken { rank, reason, .. } => {
                 return Err(OfferError::RankLost { rank: *rank, reason: reason.clone() });
-            }
-            Life::Ready(_) if offer.groups.len() != expected => {
-                return Err(OfferError::GroupCount { expected, got: offer.groups.len() });
             }
             Life::Ready(local) => local.manifest.cache().clone(),
         };
         if self.service.is_draining() {
             return Err(OfferError::Draining);
         }
-        let (blocks, states) = src_counts(&offer.groups);
-        if blocks > MAX_REQUEST_BLOCKS {
-            return Err(OfferError::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS });
-        }
-        if states > MAX_REQUEST_STATES {
-            return Err(OfferError::TooManyStates { got: states, limit: MAX_REQUEST_STATES });
-        }
+        let places = self.offered(&manifest, &offer.groups)?;
         if self.leases.is_open(lease) {
             return Err(OfferError::Repeated { lease });
         }
@@ -209,21 +208,44 @@ impl OwnerSession {
         if self.leases.len() >= limit {
             return Err(OfferError::TooManyLeases { limit });
         }
-        let places = loans::shown(&manifest, &offer.groups);
-        // No consumer could read it; and what names no block at all can't even be told to one.
-        if let Some(error) = beyond(&manifest, &offer.groups, &places) {
-            return Err(error);
-        }
         self.loans.read(&manifest, &places)?;
         let ttl = match ttl {
             Ttl::Usual => self.config.lease.ttl,
             Ttl::For(time) => Some(time),
             Ttl::Never => None,
         };
-        Ok(self.open_lease(lease, offer, ttl, places.into()))
+        Ok(self.open_lease(lease, offer, ttl, places))
     }
 
-    /// Blocks and slots that no request can be given any more, because a rank of one that failed may still write them.
+    /// The blocks and slots that these groups show, if they can be offered.
+    fn offered(&self, m: &Manifest, groups: &[SrcGroup]) -> Result<Vec<loans::Place>, OfferError> {
+        let expected = self.config.groups.len();
+        if groups.len() != expected {
+            return Err(OfferError::GroupCount { expected, got: groups.len() });
+        }
+        let (blocks, states) = src_counts(groups);
+        if blocks > MAX_REQUEST_BLOCKS {
+            return Err(OfferError::TooManyBlocks { got: blocks, limit: MAX_REQUEST_BLOCKS });
+        }
+        if states > MAX_REQUEST_STATES {
+            return Err(OfferError::TooManyStates { got: states, limit: MAX_REQUEST_STATES });
+        }
+        let places = loans::shown(m, groups);
+        // No consumer could read it; and what names no block at all can't even be told to one.
+        match beyond(m, groups, &places) {
+            Some(error) => Err(error),
+            None => Ok(places),
+        }
+    }
+
+    /// Leases of ours that somebody has bound.
+    #[must_use]
+    pub fn bound_leases(&self) -> usize {
+        self.leases.all_bound()
+    }
+
+    /// Blocks and slots that no request can be given any more, because a rank of ours or of a producer may still write them for
+    /// one that failed.
     #[must_use]
     pub fn quarantined(&self) -> usize {
         self.loans.quarantined()
@@ -270,7 +292,14 @@ impl OwnerSession {
     /// where it has none.
     pub fn accept(&mut self, proven: Option<Arc<Allowed>>, now: Duration) -> LinkId {
         self.now = now;
-        self.accept_link(proven)
+        self.accept_link(proven, Duration::ZERO)
+    }
+
+    /// As [`accept`](Self::accept), of one whose end has taken `took` to prove who it is: that counts for the time that the
+    /// handshake may take.
+    pub fn accept_after(&mut self, took: Duration, proven: Option<Arc<Allowed>>, now: Duration) -> LinkId {
+        self.now = now;
+        self.accept_link(proven, took)
     }
 
     /// A link that [`Effect::Connect`] asked for is up, with what its other end has proven, as for [`accept`](Self::accept). Gives
@@ -286,6 +315,13 @@ impl OwnerSession {
     pub fn link_closed(&mut self, link: LinkId, reason: &str, now: Duration) {
         self.now = now;
         self.lose_link(link, reason);
+    }
+
+    /// A link that [`Effect::Connect`] asked for may not be made, now or later: who waits for it fails at once, with this reason, which
+    /// says what to set. Unknown links are ignored.
+    pub fn link_forbidden(&mut self, link: LinkId, reason: &str, now: Duration) {
+        self.now = now;
+        self.forbid_link(link, reason);
     }
 
     /// Another owner's message.
@@ -321,6 +357,7 @@ impl OwnerSession {
         self.expire_pulls();
         self.send_beats();
         self.retry_roads();
+        self.reclaim();
         let due = [
             self.links.next_due(),
             self.ranks.next_deadline(),
@@ -328,6 +365,7 @@ impl OwnerSession {
             self.pulls.next_due(),
             self.beats.next_due(),
             self.roads.next_due(),
+            self.config.reclaim_after.and_then(|after| Some(self.loans.oldest()?.saturating_add(after))),
         ];
         let next = due.into_iter().flatten().min();
         next.map(|t| t.max(now))

@@ -100,6 +100,12 @@ pub struct QuarantineSnapshot {
     pub pull: PullId,
     /// How many blocks and slots.
     pub blocks: usize,
-    /// The ranks that have not said that they have stopped.
+    /// The ranks of ours that have not said that they have stopped.
     pub ranks: Vec<RankId>,
+    /// The engine whose ranks may still write them.
+    pub producer: Option<EngineId>,
+    /// Which of its ranks.
+    pub writers: Vec<RankId>,
+    /// Since the request has ended.
+    pub since: Duration,
 }

@@ -63,6 +63,13 @@ pub(crate) fn src_groups() -> Vec<SrcGroup> {
     vec![SrcPaged { table: table(&[3, 0, 6]), held, tail: Tail::Exact }.into()]
 }
 
+/// The same tokens in other blocks of the producer's.
+pub(crate) fn other_src_groups(request: u32) -> Vec<SrcGroup> {
+    let held = TokenRange::new(Tokens::ZERO, Tokens::new(TOKENS));
+    let first = 8 + 3 * (request % (BLOCKS / 3 - 8));
+    vec![SrcPaged { table: table(&[first, first + 2, first + 1]), held, tail: Tail::Exact }.into()]
+}
+
 /// What another request of the consumer lists: blocks of its own.
 pub(crate) fn other_dst_groups(request: u32) -> Vec<DstGroup> {
     let first = 8 + 3 * (request % (BLOCKS / 3 - 8));

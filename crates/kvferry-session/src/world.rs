@@ -21,7 +21,9 @@ use kvferry_transport::fault::{Faulty, Script};
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{Region, Transport};
 
-use crate::owner::{Effect, LeaseTerms, LinkId, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl, USUAL_PRIORITY};
+use crate::owner::{
+    Effect, LeaseTerms, LinkId, Mode, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl, USUAL_PRIORITY,
+};
 use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
 use crate::testing::Late;
 use crate::{Delivered, Failed, LocalCache};
@@ -387,6 +389,7 @@ impl World {
 
     pub(crate) fn wish(&self, fence: &Fence, tokens: u64, groups: Vec<DstGroup>) -> PullWish {
         PullWish {
+            mode: Mode::Pull,
             address: "here".into(),
             fence: fence.clone(),
             tokens: Tokens::new(tokens),

@@ -56,7 +56,8 @@ pub(crate) struct OwnerMetrics {
 
 struct Gauges {
     pending: Gauge,
-    leases: Gauge,
+    offered: Gauge,
+    bound: Gauge,
     quarantine: Gauge,
     links: Gauge,
     joined: Gauge,
@@ -69,6 +70,19 @@ struct Standing {
     pulls: u64,
     leases: u64,
     links: u64,
+}
+
+/// What there is of what only the session knows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Known {
+    /// Blocks in quarantine.
+    pub(crate) quarantined: usize,
+    /// Leases that are bound.
+    pub(crate) bound: usize,
+    /// Ranks of the engine.
+    pub(crate) ranks: usize,
+    /// How many of them are missing.
+    pub(crate) missing: usize,
 }
 
 /// How a handshake ended.
@@ -102,7 +116,8 @@ impl OwnerMetrics {
             ranks_lost: counter(&n::RANKS_LOST, vec![e.clone()]),
             gauges: Gauges {
                 pending: gauge(&n::PENDING, None),
-                leases: gauge(&n::LEASES, None),
+                offered: gauge(&n::LEASES, Some("offered")),
+                bound: gauge(&n::LEASES, Some("bound")),
                 quarantine: gauge(&n::QUARANTINE, None),
                 links: gauge(&n::LINKS, None),
                 joined: gauge(&n::RANKS, Some("joined")),
@@ -187,18 +202,19 @@ impl OwnerMetrics {
         self.ranks_lost.increment(1);
     }
 
-    /// What there is now, with what only the session knows: blocks in quarantine, ranks of the engine, and how many of them are
-    /// missing. To be told whenever the driver has nothing left to do.
-    pub(crate) fn standing(&mut self, quarantined: usize, ranks: usize, missing: usize) {
+    /// What there is now, with what only the session knows. To be told whenever the driver has nothing left to do.
+    pub(crate) fn standing(&mut self, known: Known) {
         let Standing { pulls, leases, links } = self.standing;
-        let [joined, missing] = [ranks.saturating_sub(missing), missing].map(|n| n as u64);
-        self.set_gauges([pulls, leases, quarantined as u64, links, joined, missing]);
+        let Known { quarantined, bound, ranks, missing } = known;
+        let joined = ranks.saturating_sub(missing);
+        let [quarantined, bound, joined, missing] = [quarantined, bound, joined, missing].map(|n| n as u64);
+        self.set_gauges([pulls, leases.saturating_sub(bound), bound, quarantined, links, joined, missing]);
     }
 
-    /// Pulls, leases, blocks in quarantine, links, ranks that have joined and that are missing.
-    fn set_gauges(&self, counts: [u64; 6]) {
-        let Gauges { pending, leases, quarantine, links, joined, missing } = &self.gauges;
-        for (gauge, count) in [pending, leases, quarantine, links, joined, missing].into_iter().zip(counts) {
+    /// Pulls, leases that are offered and bound, blocks in quarantine, links, ranks that have joined and that are missing.
+    fn set_gauges(&self, counts: [u64; 7]) {
+        let Gauges { pending, offered, bound, quarantine, links, joined, missing } = &self.gauges;
+        for (gauge, count) in [pending, offered, bound, quarantine, links, joined, missing].into_iter().zip(counts) {
             #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
             gauge.set(count as f64);
         }
@@ -284,7 +300,7 @@ impl OwnerMetrics {
 /// With its owner's end there is nothing more of the engine; gauges would say for ever what there was.
 impl Drop for OwnerMetrics {
     fn drop(&mut self) {
-        self.set_gauges([0; 6]);
+        self.set_gauges([0; 7]);
     }
 }
 
@@ -301,7 +317,7 @@ const OUTCOMES: [&str; 3] = ["delivered", "failed", "cancelled"];
 struct PeerMetrics {
     pulls: [Counter; 3],
     times: [Histogram; 3],
-    phases: [Histogram; 5],
+    phases: [Histogram; Phase::ALL.len()],
     failures: Words<Counter>,
     faults: Words<Counter>,
     leases: Words<Counter>,

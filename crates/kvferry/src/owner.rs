@@ -12,7 +12,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::rank::{Assurance, PullId};
-use kvferry_session::owner::{OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
+use kvferry_session::owner::{Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
 use tokio::sync::{oneshot, watch};
 
 use crate::address::Address;
@@ -287,6 +287,7 @@ impl Owner {
     /// If the owner was shut down. Everything else is told by the handle.
     pub async fn pull(&self, reference: Reference, spec: PullSpec) -> Result<PullHandle, CallError> {
         let wish = PullWish {
+            mode: Mode::Pull,
             address: reference.address().to_string(),
             fence: reference.fence(),
             tokens: spec.tokens,

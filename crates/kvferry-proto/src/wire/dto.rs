@@ -248,6 +248,8 @@ pub(super) enum BindRefusal {
     Incompatible(String),
     RankLost(u32, String),
     Busy(String),
+    NotSealed,
+    Unfit(String),
 }
 
 #[derive(Serialize, Deserialize)]

@@ -155,8 +155,8 @@ fn peer_messages() -> Vec<PeerMessage> {
     }));
     all.push(PeerMessage::Hello(Hello { versions: Versions::OURS, ..hello.clone() }));
     all.extend([PeerMessage::ManifestWanted, PeerMessage::Manifest(hello.manifest)]);
-    let reason = BindRefusal::Busy("many".into());
-    all.push(PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason }));
+    let reasons = [BindRefusal::Busy("many".into()), BindRefusal::NotSealed, BindRefusal::Unfit("room".into())];
+    all.extend(reasons.map(|reason| PeerMessage::BindAnswer(BindAnswer::Refused { fence: fence(), reason })));
     all.push(PeerMessage::Release(Release { fence: fence(), reads: ReadsEnd::Declined }));
     let leases = vec![(LeaseId::new(u128::MAX), Attempt::new(u32::MAX)), (LeaseId::new(0), Attempt::FIRST)];
     all.push(PeerMessage::Heartbeat(Heartbeat { beat: 7, leases }));

@@ -1,6 +1,6 @@
 //! Further attempts of a request: from other replicas, when everything of the attempt before has stopped.
 
-use super::{Fence, Life, LinkId, OwnerSession, PullId};
+use super::{BTreeSet, Fence, Life, LinkId, OwnerSession, PullId, RankId};
 
 use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{PeerMessage, ReadsEnd, Release};
@@ -13,31 +13,55 @@ impl OwnerSession {
     /// Whether reads that have failed are worth another attempt: sources could not be reached or read, all has stopped, and the
     /// next map of peers names others.
     pub(super) fn another_attempt(&mut self, id: PullId, link: LinkId, ended: &Ended) -> Option<Wanted> {
+        let wanted = ended.again(self.pulls.open.get(&id)?.wish.content_key)?;
+        let faults: Vec<&RankFault> = ended.results().values().filter_map(|r| r.as_ref().err()).collect();
+        let worth = self.is_worth_another(id, link, wanted.fence(), &ended.sources(), &faults);
+        worth.then_some(wanted)
+    }
+
+    /// The same, for an attempt of which these pairs of ranks (ours, the producer's) have moved bytes, with these faults.
+    pub(super) fn is_worth_another(
+        &mut self,
+        id: PullId,
+        link: LinkId,
+        next: &Fence,
+        former: &BTreeSet<(RankId, RankId)>,
+        faults: &[&RankFault],
+    ) -> bool {
+        self.next_map_differs(id, link, next, former, faults).unwrap_or(false)
+    }
+
+    fn next_map_differs(
+        &mut self,
+        id: PullId,
+        link: LinkId,
+        next: &Fence,
+        former: &BTreeSet<(RankId, RankId)>,
+        faults: &[&RankFault],
+    ) -> Option<bool> {
         let pull = self.pulls.open.get(&id)?;
         // The producer knows the engine that asked, not the one that a rank of ours has made anew meanwhile.
         let ours = self.links.standing(link)?.1;
         if ours != self.life.local().map(|l| l.manifest.digest()) {
-            return None;
+            return Some(false);
         }
         let made = pull.attempt.get().saturating_sub(pull.wish.fence.attempt.get()).saturating_add(1);
-        let of_source = |fault: &RankFault| {
-            let stage = matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Cancelled);
+        let of_source = |fault: &&RankFault| {
+            let stage =
+                matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Write | Stage::Cancelled);
             stage && !fault.in_doubt && fault.bad.is_empty()
         };
-        let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
-        let worth = made < pull.wish.attempts && !pull.is_late(self.now) && sources;
+        let worth = made < pull.wish.attempts && !pull.is_late(self.now) && faults.iter().all(of_source);
         // A rank of ours that is gone reads nothing by another map either.
         if !worth || !self.links.knows_leases(link) || !matches!(self.life, Life::Ready(_)) {
-            return None;
+            return Some(false);
         }
-        let wanted = ended.again(pull.wish.content_key)?;
         let (before, lease) = (pull.pairing?.peer_map, pull.wish.fence.lease);
-        let options = self.peer_options(pairing_salt(&self.config.engine, lease, wanted.fence().attempt));
+        let options = self.peer_options(pairing_salt(&self.config.engine, lease, next.attempt));
         let (_, direction) = self.reading(link)?;
         let map = direction.ok()?.map(options).ok()?;
-        let former = ended.sources();
         let others = map.pairs().iter().any(|p| !former.contains(&(p.dst(), p.src())));
-        (others && map.digest() != before).then_some(wanted)
+        Some(others && map.digest() != before)
     }
 
     pub(super) fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted) {

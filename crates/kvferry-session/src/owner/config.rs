@@ -40,6 +40,9 @@ pub struct OwnerConfig {
     pub handshake: Duration,
     /// How long ranks may take to stop after a request has failed, before they count as in doubt.
     pub grace: Duration,
+    /// How long blocks stay in quarantine if nothing proves that nobody writes them any more. `None`, the default: until something
+    /// does. Time proves nothing: who sets it vouches that no write of a rank that isn't heard of takes longer than this.
+    pub reclaim_after: Option<Duration>,
     /// How long leases last.
     pub lease: LeaseTerms,
     /// When a link that could not be made is tried again.
@@ -67,6 +70,7 @@ impl OwnerConfig {
             allowed: None,
             handshake: Duration::from_secs(10),
             grace: Duration::from_secs(2),
+            reclaim_after: None,
             lease: LeaseTerms::default(),
             retry: Backoff::default(),
             idle: None,
@@ -148,9 +152,24 @@ impl Default for Limits {
 /// The priority of a request that says nothing else.
 pub const USUAL_PRIORITY: u8 = 100;
 
-/// A wish to read another engine's blocks.
+/// Who moves the bytes of a request. Both sides hold the same promises, and requests of both kinds mix.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Mode {
+    /// Our ranks read, once the producer has computed all of them.
+    #[default]
+    Pull,
+    /// The producer's ranks write, as they compute. The producer must be able to.
+    Push {
+        /// Whether to tell how much is in place, as [`Effect::Progress`](super::Effect::Progress).
+        progress: bool,
+    },
+}
+
+/// A wish to have another engine's blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PullWish {
+    /// Who moves the bytes.
+    pub mode: Mode,
     /// Where the producer's owner listens.
     pub address: String,
     /// The lease.
@@ -167,8 +186,8 @@ pub struct PullWish {
     pub deadline: Duration,
     /// Requests of a higher priority are read first; [`USUAL_PRIORITY`] where nothing else is known.
     pub priority: u8,
-    /// How often it may be tried, at least once. Another attempt is made only if it reads from other replicas than the one that
-    /// failed, and when everything of that one has stopped.
+    /// How often it may be tried, at least once. Another attempt is made only if it takes from other replicas than the one that
+    /// failed, and when everything of that one has stopped. Those of a prefill that begins anew don't count.
     pub attempts: u32,
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::units::{BlockId, Name, RankId};
+use kvferry_geometry::units::{BlockId, Name, RankId, Tokens};
 use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{EngineId, Fence, LeaseId};
@@ -110,6 +110,31 @@ pub enum Effect {
         fence: Fence,
         /// Who.
         peer: EngineId,
+    },
+    /// So much of a pushed request is in place; told if it was asked for.
+    Progress {
+        /// Which.
+        pull: PullId,
+        /// The tokens before this one, as far as they are to be written. Not delivered yet.
+        tokens: Tokens,
+    },
+    /// Blocks have left quarantine because of their age, by [`OwnerConfig::reclaim_after`](super::OwnerConfig::reclaim_after): nothing
+    /// has proven that nobody writes them any more.
+    Reclaimed {
+        /// The request that had left them.
+        pull: PullId,
+        /// How many blocks and slots.
+        blocks: usize,
+    },
+    /// A peer has said two things that can't both be true, or what only a broken one says. The request that it concerns fails, and
+    /// what it says of its writers is not taken for evidence.
+    Contradiction {
+        /// What it was about.
+        fence: Fence,
+        /// The peer.
+        peer: EngineId,
+        /// What it has said.
+        what: String,
     },
     /// A lease is over: its blocks are the engine's again.
     LeaseClosed {

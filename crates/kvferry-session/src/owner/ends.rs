@@ -1,12 +1,16 @@
 //! How requests end: stopped, failed, out of time; and what their ranks are told meanwhile.
 
-use super::{Duration, Effect, LinkId, OwnerSession, PullId};
+use super::{BTreeSet, Duration, Effect, Fence, LinkId, OwnerSession, PullId};
 
 use kvferry_geometry::units::RankId;
+use kvferry_proto::lease::Closing;
 use kvferry_proto::peer::{LeaseClosed, PeerMessage, ReadsEnd, Release};
+use kvferry_proto::push::Stop;
 use kvferry_proto::rank::{RankFault, Stage, ToRank};
-use kvferry_proto::request::{Ended, Reading};
+use kvferry_proto::request::{Ended, Reading, Wanted};
 
+use super::config::Mode;
+use super::loans::Doubt;
 use super::pulls::State;
 use crate::outcome::{Delivered, Failed, FailureCause, Report};
 
@@ -24,11 +28,14 @@ impl OwnerSession {
     /// Ends a request as failed: at once if no rank reads, else when all have stopped.
     pub(super) fn stop(&mut self, id: PullId, cause: FailureCause) {
         match self.pulls.take(id) {
+            // It may be bound by the time this arrives, and after the bind it does; and be written.
+            Some(State::Asking(asking, _)) if self.is_pushed(id) => self.halt(id, asking.fence().clone(), cause),
             Some(State::Asking(..)) => {
-                // It may be bound by the time this arrives, and after the bind it does.
                 self.abandon(id);
                 self.fail(id, cause, None);
             }
+            Some(State::Receiving(receiving)) => self.halt(id, receiving.fence().clone(), cause),
+            Some(same @ State::Halting { .. }) => self.put(id, same),
             Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
             Some(State::Releasing(releasing, _)) => self.fail(id, cause, Some(releasing.ended())),
             Some(same @ State::Stopping { .. }) => self.put(id, same),
@@ -39,7 +46,7 @@ impl OwnerSession {
 
     /// As [`stop`](Self::stop), for one that reads; the verdict tells the others.
     pub(super) fn stop_reading(&mut self, id: PullId, cause: FailureCause) {
-        if self.pulls.open.get(&id).is_some_and(|p| matches!(p.state, State::Reading(_))) {
+        if self.pulls.open.get(&id).is_some_and(|p| matches!(p.state, State::Receiving(_) | State::Reading(_))) {
             self.stop(id, cause);
         }
     }
@@ -47,16 +54,47 @@ impl OwnerSession {
     /// The producer says that a lease is over which we have bound.
     pub(super) fn on_lease_closed(&mut self, link: LinkId, notice: &LeaseClosed) {
         if let Some(id) = self.pulls.find(&notice.fence, link) {
+            if notice.how == Closing::Restarted {
+                return self.on_restarted(id, link);
+            }
             self.stop_reading(id, FailureCause::LeaseClosed { how: notice.how });
         }
     }
 
+    /// The prefill begins anew, and nothing of what it has written is written any more: its room is granted again.
+    fn on_restarted(&mut self, id: PullId, link: LinkId) {
+        match self.pulls.take(id) {
+            Some(State::Receiving(receiving)) => {
+                let next =
+                    receiving.fence().attempt.next().map(|attempt| Fence { attempt, ..receiving.fence().clone() });
+                match (next, self.pulls.open.get(&id).map(|pull| pull.wish.content_key)) {
+                    (Some(next), Some(key)) => self.try_again(id, link, Wanted::new(next, key)),
+                    _ => self.fail_written(id, FailureCause::LeaseClosed { how: Closing::Restarted }, &BTreeSet::new()),
+                }
+            }
+            // Nobody wants it any more; the next attempt is nobody's.
+            Some(State::Halting { cause, .. }) => self.fail_written(id, cause, &BTreeSet::new()),
+            Some(other) => self.put(id, other),
+            None => {}
+        }
+    }
+
+    pub(super) fn is_pushed(&self, id: PullId) -> bool {
+        self.pulls.open.get(&id).is_some_and(|pull| pull.wish.mode != Mode::Pull)
+    }
+
     /// Tells the producer that nothing of its lease will be used.
-    fn abandon(&mut self, id: PullId) {
+    pub(super) fn abandon(&mut self, id: PullId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (Some(link), fence) = (pull.link, pull.fence()) else { return };
         self.release_former(id, link);
         self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
+    }
+
+    fn say_stop(&mut self, id: PullId, fence: Fence) {
+        if let Some(link) = self.pulls.open.get(&id).and_then(|pull| pull.link) {
+            self.send_peer(link, PeerMessage::Stop(Stop { fence }));
+        }
     }
 
     pub(super) fn stop_ranks(&mut self, id: PullId, reading: Reading, cause: Option<FailureCause>) {
@@ -71,6 +109,16 @@ impl OwnerSession {
     pub(super) fn link_lost_in_pulls(&mut self, link: LinkId, cause: &FailureCause) {
         for id in self.pulls.on_link(link) {
             self.stop(id, cause.clone());
+            self.give_up_halting(id);
+        }
+    }
+
+    /// Nothing will be heard any more of a request's writers.
+    fn give_up_halting(&mut self, id: PullId) {
+        match self.pulls.take(id) {
+            Some(State::Halting { receiving, cause, .. }) => self.fail_written(id, cause, receiving.writers()),
+            Some(other) => self.put(id, other),
+            None => {}
         }
     }
 
@@ -80,6 +128,8 @@ impl OwnerSession {
             let Some(pull) = self.pulls.open.get(&id) else { continue };
             let fails = match &pull.state {
                 State::Linking(_) | State::Asking(..) | State::Moving => true,
+                State::Receiving(_) => pull.granted.pairs().iter().any(|(dst, _)| *dst == rank),
+                State::Halting { .. } => false,
                 State::Reading(reading) | State::Stopping { reading, .. } if reading.is_pending(rank) => {
                     // Nothing proves that it has stopped.
                     self.on_pulled(rank, id, Err(lost(reason, true)));
@@ -123,7 +173,10 @@ impl OwnerSession {
                     let ended = reading.end_pending(&lost("it did not stop in time", true));
                     self.reads_ended(id, ended, cause);
                 }
-                Some(state @ State::Stopping { .. }) => self.put(id, state),
+                Some(State::Halting { receiving, cause, until }) if until <= now => {
+                    self.fail_written(id, cause, receiving.writers());
+                }
+                Some(state @ (State::Stopping { .. } | State::Halting { .. })) => self.put(id, state),
                 Some(state) => {
                     let cause = self.late(id, &state);
                     self.put(id, state);
@@ -150,8 +203,11 @@ impl OwnerSession {
         let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
         for id in open {
             let Some(state) = self.pulls.take(id) else { continue };
-            if !matches!(state, State::Linking(_)) {
-                self.abandon(id);
+            match &state {
+                State::Linking(_) => {}
+                State::Receiving(of) | State::Halting { receiving: of, .. } => self.say_stop(id, of.fence().clone()),
+                State::Asking(asking, _) if self.is_pushed(id) => self.say_stop(id, asking.fence().clone()),
+                _ => self.abandon(id),
             }
             match state {
                 // Whoever has not stopped yet won't be heard of again.
@@ -160,6 +216,13 @@ impl OwnerSession {
                     self.fail(id, FailureCause::Shutdown, Some(&ended));
                 }
                 State::Releasing(releasing, _) => self.fail(id, FailureCause::Shutdown, Some(releasing.ended())),
+                State::Receiving(receiving) | State::Halting { receiving, .. } => {
+                    self.fail_written(id, FailureCause::Shutdown, receiving.writers());
+                }
+                State::Asking(..) if self.is_pushed(id) => {
+                    let writers = self.pulls.open.get(&id).map(|pull| pull.granted.writers()).unwrap_or_default();
+                    self.fail_written(id, FailureCause::Shutdown, &writers);
+                }
                 State::Linking(_) | State::Asking(..) | State::Moving => self.fail(id, FailureCause::Shutdown, None),
             }
         }
@@ -171,10 +234,12 @@ impl OwnerSession {
         let (fence, level) = (pull.fence(), pull.wish.assurance);
         let times = pull.times(now);
         let kept = std::mem::take(&mut pull.groups.kept);
-        let report = match ended {
+        let writers = pull.doubt.as_ref().map(|w| w.ranks.keys().copied().collect()).unwrap_or_default();
+        let mut report = match ended {
             Some(ended) => Report::of(fence, level, times, ended, kept),
             None => Report::empty(fence, level, times, kept),
         };
+        report.writers_in_doubt = writers;
         self.end(id, Err(Failed { cause, report }));
     }
 
@@ -184,7 +249,8 @@ impl OwnerSession {
             failed.report.in_doubt.retain(|rank| !pull.stopped.contains(rank));
         }
         let in_doubt = result.as_ref().err().map_or(&[][..], |failed| &failed.report.in_doubt);
-        self.loans.write_ended(id, pull.places, in_doubt);
+        let doubt = Doubt { theirs: pull.doubt, ..Doubt::ours(in_doubt) };
+        self.loans.write_ended(id, pull.places, doubt, self.now);
         self.effects.push_back(Effect::PullEnded { pull: id, result: Box::new(result) });
         self.roads.stop_waiting(pull.road, id);
         if let Some(link) = pull.link {

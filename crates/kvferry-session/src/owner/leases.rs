@@ -1,7 +1,12 @@
 //! The producer's side: leases, from the offer to the one end of each.
 
-use super::{BTreeMap, BTreeSet, Duration, Effect, EngineId, Fence, LeaseId, Life, LinkId, OwnerSession, RankId};
+use super::{
+    BTreeMap, BTreeSet, Digest, Duration, Effect, EngineId, Fence, LeaseId, Life, LinkId, OwnerSession, RankId,
+};
+use std::sync::Arc;
 
+use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::request::SrcGroup;
 use kvferry_proto::lease::{Bound, Closed, Closing, Consumer, Offer, Offered, Term, first_attempt, stale};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::pairing_salt;
@@ -9,25 +14,71 @@ use kvferry_proto::peer::{
     Bind, BindAnswer, BindRefusal, Grant, Heartbeat, HeartbeatAnswer, LeaseClosed, Left, PeerMessage, ReadsEnd,
     Release, Verdict,
 };
+use kvferry_proto::rank::ToRank;
 
 use super::loans::Place;
+use super::pushes::{Push, stoppage};
+use super::streams::StreamState;
 use super::timers::Timers;
 
 /// A lease that is open.
 #[derive(Debug)]
-struct Open {
-    state: State,
+pub(super) struct Open {
+    pub(super) state: State,
     since: Duration,
     /// The blocks and slots that it shows.
-    places: Box<[Place]>,
+    pub(super) places: Vec<Place>,
+    /// Of one whose bytes are computed while it is open, or were.
+    pub(super) stream: Option<Box<StreamState>>,
+    /// What our ranks write of it, or have written last.
+    pub(super) push: Option<Box<Push>>,
+}
+
+impl Open {
+    /// Other blocks are offered.
+    pub(super) fn regroup(&mut self, groups: &[SrcGroup]) {
+        self.state = match std::mem::replace(&mut self.state, State::Moving) {
+            State::Offered(state) => State::Offered(state.regroup(groups.to_vec())),
+            State::Bound(bound, link) => State::Bound(bound.regroup(groups.to_vec()), link),
+            State::Stopping { bound, link, then, until } => {
+                State::Stopping { bound: bound.regroup(groups.to_vec()), link, then, until }
+            }
+            State::Moving => State::Moving,
+        };
+    }
+
+    /// Whether ranks of ours write it, or may be about to.
+    pub(super) fn is_written(&self) -> bool {
+        self.push.as_ref().is_some_and(|push| !push.writing.is_over())
+    }
+
+    /// Whether more of its bytes will be computed.
+    fn is_unsealed(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| !stream.sealed)
+    }
 }
 
 #[derive(Debug)]
-enum State {
+pub(super) enum State {
     Offered(Offered),
     Bound(Bound, LinkId),
+    /// Its writers are being stopped, until then.
+    Stopping {
+        bound: Bound,
+        link: LinkId,
+        then: Then,
+        until: Duration,
+    },
     /// Between two states, within one call.
     Moving,
+}
+
+/// What becomes of a lease when its writers have stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Then {
+    Close(Closing),
+    /// The next attempt may be bound.
+    Reopen,
 }
 
 impl State {
@@ -35,7 +86,23 @@ impl State {
         match self {
             Self::Offered(state) => state.term(),
             Self::Bound(state, _) => state.term(),
-            Self::Moving => Term::Open,
+            Self::Stopping { .. } | Self::Moving => Term::Open,
+        }
+    }
+
+    /// When it is looked at again if nothing happens.
+    fn due(&self) -> Option<Duration> {
+        match self {
+            Self::Stopping { until, .. } => Some(*until),
+            other => other.term().end(),
+        }
+    }
+
+    pub(super) fn fence(&self) -> Option<&Fence> {
+        match self {
+            Self::Offered(state) => Some(state.fence()),
+            Self::Bound(bound, _) | Self::Stopping { bound, .. } => Some(bound.fence()),
+            Self::Moving => None,
         }
     }
 }
@@ -44,19 +111,22 @@ impl State {
 pub(super) struct LeaseView<'a> {
     pub(super) fence: &'a Fence,
     pub(super) bound: Option<&'a Consumer>,
+    pub(super) waiting_for: &'static str,
     pub(super) since: Duration,
     pub(super) term: Term,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Leases {
-    open: BTreeMap<LeaseId, Box<Open>>,
+    pub(super) open: BTreeMap<LeaseId, Box<Open>>,
     /// When a lease ends that has an end.
     ends: Timers<LeaseId>,
     /// What each link has bound.
     of_link: BTreeMap<LinkId, BTreeSet<LeaseId>>,
     /// How much each engine has bound, over all its links.
     of_engine: BTreeMap<EngineId, usize>,
+    /// How many are bound, by whomever.
+    bound: usize,
 }
 
 impl Leases {
@@ -76,13 +146,13 @@ impl Leases {
         self.ends.next()
     }
 
-    pub(super) fn open(&mut self, fence: Fence, offer: Offer, term: Term, places: Box<[Place]>, now: Duration) {
+    pub(super) fn open(&mut self, fence: Fence, offer: Offer, term: Term, places: Vec<Place>, now: Duration) {
         let lease = fence.lease;
         if let Some(end) = term.end() {
             self.ends.set(lease, end);
         }
         let state = State::Offered(Offered::new(fence, offer, term));
-        self.open.insert(lease, Box::new(Open { state, since: now, places }));
+        self.open.insert(lease, Box::new(Open { state, since: now, places, stream: None, push: None }));
     }
 
     /// A lease that this link has bound, by this attempt.
@@ -95,26 +165,37 @@ impl Leases {
 
     pub(super) fn views(&self) -> impl Iterator<Item = LeaseView<'_>> {
         self.open.values().filter_map(|open| {
-            let (fence, bound) = match &open.state {
-                State::Offered(state) => (state.fence(), None),
-                State::Bound(state, _) => (state.fence(), Some(state.consumer())),
+            let fence = open.state.fence()?;
+            let (bound, waiting_for) = match &open.state {
+                State::Offered(_) => (None, "waiting for a consumer"),
+                State::Bound(state, _) if open.is_written() && open.is_unsealed() => {
+                    (Some(state.consumer()), "being computed and written to its consumer")
+                }
+                State::Bound(state, _) if open.is_written() => (Some(state.consumer()), "waiting for ranks to write"),
+                State::Bound(state, _) => (Some(state.consumer()), "waiting for its consumer to read"),
+                State::Stopping { bound, .. } => (Some(bound.consumer()), "waiting for its writers to stop"),
                 State::Moving => return None,
             };
-            Some(LeaseView { fence, bound, since: open.since, term: open.state.term() })
+            Some(LeaseView { fence, bound, waiting_for, since: open.since, term: open.state.term() })
         })
     }
 
-    fn take(&mut self, lease: LeaseId) -> Option<State> {
+    pub(super) fn take(&mut self, lease: LeaseId) -> Option<State> {
         Some(std::mem::replace(&mut self.open.get_mut(&lease)?.state, State::Moving))
     }
 
-    fn put(&mut self, lease: LeaseId, state: State) {
-        if let Some(end) = state.term().end() {
-            self.ends.set(lease, end);
+    pub(super) fn put(&mut self, lease: LeaseId, state: State) {
+        match state.due() {
+            Some(due) => self.ends.set(lease, due),
+            None => self.ends.remove(lease),
         }
         if let Some(open) = self.open.get_mut(&lease) {
             open.state = state;
         }
+    }
+
+    pub(super) fn all_bound(&self) -> usize {
+        self.bound
     }
 
     pub(super) fn bound_by(&self, link: LinkId) -> usize {
@@ -126,6 +207,7 @@ impl Leases {
     pub(super) fn is_idle(&self) -> bool {
         self.of_link.is_empty()
             && self.of_engine.is_empty()
+            && self.bound == 0
             && self.open.values().all(|o| matches!(o.state, State::Offered(_)))
     }
 
@@ -133,6 +215,43 @@ impl Leases {
     #[cfg(test)]
     pub(super) fn shown(&self) -> usize {
         self.open.values().map(|open| open.places.len()).sum()
+    }
+
+    /// Whoever has bound a lease hears of its writers' end on this link.
+    pub(super) fn answer_on(&mut self, lease: LeaseId, to: LinkId) {
+        let Some(open) = self.open.get_mut(&lease) else { return };
+        let (State::Bound(bound, link) | State::Stopping { bound, link, .. }) = &mut open.state else { return };
+        let from = std::mem::replace(link, to);
+        if from == to {
+            return;
+        }
+        let engine = bound.consumer().engine.clone();
+        self.unbind(lease, &engine, from);
+        self.bind(lease, engine, to);
+    }
+
+    /// It is bound over a link.
+    fn bind(&mut self, lease: LeaseId, engine: EngineId, link: LinkId) {
+        self.of_link.entry(link).or_default().insert(lease);
+        *self.of_engine.entry(engine).or_default() += 1;
+        self.bound += 1;
+    }
+
+    /// One that was bound over a link is nobody's any more.
+    pub(super) fn unbind(&mut self, lease: LeaseId, engine: &EngineId, link: LinkId) {
+        if let Some(count) = self.of_engine.get_mut(engine) {
+            *count -= 1;
+            self.bound -= 1;
+            if *count == 0 {
+                self.of_engine.remove(engine);
+            }
+        }
+        if let Some(of_link) = self.of_link.get_mut(&link) {
+            of_link.remove(&lease);
+            if of_link.is_empty() {
+                self.of_link.remove(&link);
+            }
+        }
     }
 
     /// Whether nothing at all is left over.
@@ -152,7 +271,7 @@ impl OwnerSession {
         lease: LeaseId,
         offer: Offer,
         ttl: Option<Duration>,
-        places: Box<[Place]>,
+        places: Vec<Place>,
     ) -> Fence {
         let fence = first_attempt(self.config.engine.clone(), self.epoch, lease);
         self.leases.open(fence.clone(), offer, Term::of(ttl, self.now), places, self.now);
@@ -174,6 +293,15 @@ impl OwnerSession {
     }
 
     fn try_bind(&mut self, link: LinkId, bind: &Bind) -> Result<Grant, BindRefusal> {
+        let (by, map) = self.admit(link, bind)?;
+        if self.leases.open.get(&bind.fence.lease).is_some_and(|open| open.is_unsealed()) {
+            return Err(BindRefusal::NotSealed);
+        }
+        self.bind_lease(link, bind, by, map.digest())
+    }
+
+    /// Whether a consumer may have a lease; gives who it is, and the map of peers.
+    pub(super) fn admit(&mut self, link: LinkId, bind: &Bind) -> Result<(Consumer, Arc<PeerMap>), BindRefusal> {
         if bind.fence.engine != self.config.engine {
             return Err(BindRefusal::WrongEngine);
         }
@@ -186,8 +314,11 @@ impl OwnerSession {
         let (lease, now) = (bind.fence.lease, self.now);
         let peer = self.links.peer(link).cloned().ok_or(BindRefusal::UnknownLease)?;
         let by = consumer(&peer);
-        match &self.leases.open.get(&lease).ok_or(BindRefusal::UnknownLease)?.state {
-            State::Bound(state, of) if *of == link => state.admits(bind, &by, now)?,
+        let open = self.leases.open.get(&lease).ok_or(BindRefusal::UnknownLease)?;
+        match &open.state {
+            // Its writers for the attempt before must have stopped.
+            State::Bound(state, of) if *of == link && !open.is_written() => state.admits(bind, &by, now)?,
+            State::Stopping { .. } => return Err(BindRefusal::UnknownLease),
             State::Bound(..) | State::Moving => return Err(BindRefusal::AlreadyBound),
             State::Offered(state) => {
                 state.admits(bind, now)?;
@@ -205,21 +336,32 @@ impl OwnerSession {
         if bind.salt != salt {
             return Err(BindRefusal::PeerMapDiffers { ours: map.digest() });
         }
+        Ok((by, map))
+    }
+
+    /// Lends a lease to a consumer that was admitted; `peer_map` is the digest as this side computes it.
+    pub(super) fn bind_lease(
+        &mut self,
+        link: LinkId,
+        bind: &Bind,
+        by: Consumer,
+        peer_map: Digest,
+    ) -> Result<Grant, BindRefusal> {
+        let (lease, now) = (bind.fence.lease, self.now);
+        let engine = by.engine.clone();
         let (state, result) = match self.leases.take(lease) {
-            Some(State::Offered(state)) => match state.bind(bind, by, map.digest(), now) {
+            Some(State::Offered(state)) => match state.bind(bind, by, peer_map, now) {
                 Ok((mut bound, mut grant)) => {
                     if !self.links.knows_leases(link) {
                         // A neighbour of version 2 beats for nothing and knows of no end: its release or its link ends it.
                         (bound, grant.time_left) = (bound.without_end(), None);
-                        self.leases.ends.remove(lease);
                     }
-                    self.leases.of_link.entry(link).or_default().insert(lease);
-                    *self.leases.of_engine.entry(peer.engine().clone()).or_default() += 1;
+                    self.leases.bind(lease, engine, link);
                     (State::Bound(bound, link), Ok(grant))
                 }
                 Err((same, refusal)) => (State::Offered(same), Err(refusal)),
             },
-            Some(State::Bound(state, of)) => match state.rebind(bind, &by, map.digest(), now) {
+            Some(State::Bound(state, of)) => match state.rebind(bind, &by, peer_map, now) {
                 Ok((bound, grant)) => {
                     // What was asked for the attempt before is of no use to this one.
                     self.end_asks(lease, "another attempt reads the lease");
@@ -227,6 +369,7 @@ impl OwnerSession {
                 }
                 Err((same, refusal)) => (State::Bound(same, of), Err(refusal)),
             },
+            Some(same @ State::Stopping { .. }) => (same, Err(BindRefusal::UnknownLease)),
             Some(State::Moving) | None => return Err(BindRefusal::UnknownLease),
         };
         self.leases.put(lease, state);
@@ -236,7 +379,17 @@ impl OwnerSession {
     pub(super) fn on_release(&mut self, link: LinkId, release: &Release) {
         let (lease, now) = (release.fence.lease, self.now);
         let Some(peer) = self.links.peer(link).map(|p| consumer(p)) else { return };
+        let written = self.leases.open.get(&lease).is_some_and(|open| open.is_written());
         let answer = match self.leases.take(lease) {
+            // Whatever it says of its reads: nobody has told it that all is written.
+            Some(State::Bound(state, of)) if of == link && written => {
+                let given_up = state.is_of(&release.fence, &peer);
+                self.leases.put(lease, State::Bound(state, of));
+                if given_up {
+                    self.end_bound(lease, Then::Close(Closing::Abandoned));
+                }
+                stale(release)
+            }
             Some(State::Bound(state, of)) if of == link => match state.release(release, &peer, now) {
                 Ok((closed, answer)) => {
                     self.close_lease(&closed, Some((peer.engine.clone(), of)));
@@ -286,6 +439,16 @@ impl OwnerSession {
         self.send_peer(link, PeerMessage::HeartbeatAnswer(HeartbeatAnswer { beat: heartbeat.beat, left }));
     }
 
+    /// Ends one that nobody has bound, as nobody will.
+    pub(super) fn end_offered(&mut self, lease: LeaseId) -> bool {
+        self.end_lease(lease, Closing::Declined)
+    }
+
+    /// One whose writers are being stopped isn't offered anew after it.
+    pub(super) fn end_unwanted(&mut self, lease: LeaseId) -> bool {
+        self.end_lease(lease, Closing::Abandoned)
+    }
+
     /// Takes a lease back, whatever its state; false where there is none.
     pub(super) fn withdraw_lease(&mut self, lease: LeaseId) -> bool {
         self.end_lease(lease, Closing::Withdrawn)
@@ -294,9 +457,13 @@ impl OwnerSession {
     /// Ends leases whose time is up.
     pub(super) fn expire_leases(&mut self) {
         while let Some(lease) = self.leases.ends.take_due(self.now) {
-            let over = self.leases.open.get(&lease).is_some_and(|open| open.state.term().is_over(self.now));
-            if over {
-                self.end_lease(lease, Closing::Expired);
+            let Some(open) = self.leases.open.get(&lease) else { continue };
+            match &open.state {
+                State::Stopping { until, .. } if *until <= self.now => self.writers_are_late(lease),
+                state if state.term().is_over(self.now) => {
+                    self.end_lease(lease, Closing::Expired);
+                }
+                _ => {}
             }
         }
     }
@@ -306,18 +473,67 @@ impl OwnerSession {
         match self.leases.take(lease) {
             Some(State::Offered(state)) => self.close_lease(&state.close(how), None),
             Some(State::Bound(state, link)) => {
-                let consumer = state.consumer().engine.clone();
-                let closed = state.close(how);
                 if self.links.knows_leases(link) {
-                    let fence = closed.fence().clone();
+                    let fence = state.fence().clone();
                     self.send_peer(link, PeerMessage::Closed(LeaseClosed { fence, how }));
                 }
-                self.close_lease(&closed, Some((consumer, link)));
-                self.retire_link(link);
+                self.leases.put(lease, State::Bound(state, link));
+                self.end_bound(lease, Then::Close(how));
+            }
+            // It ends anyway, or does now.
+            Some(State::Stopping { bound, link, then, until }) => {
+                let then = if then == Then::Reopen { Then::Close(how) } else { then };
+                self.leases.put(lease, State::Stopping { bound, link, then, until });
             }
             Some(State::Moving) | None => return false,
         }
         true
+    }
+
+    /// Ends what a consumer has bound: at once if no rank of ours writes it, else when all have stopped.
+    pub(super) fn end_bound(&mut self, lease: LeaseId, then: Then) {
+        let Some(open) = self.leases.open.get(&lease) else { return };
+        let written = open.is_written();
+        let (bound, link) = match self.leases.take(lease) {
+            Some(State::Bound(bound, link)) => (bound, link),
+            Some(other) => return self.leases.put(lease, other),
+            None => return,
+        };
+        let until = self.now.saturating_add(self.config.grace);
+        self.leases.put(lease, State::Stopping { bound, link, then, until });
+        if written { self.stop_writers(lease) } else { self.has_stopped(lease) }
+    }
+
+    /// Nothing of a lease is written any more, as far as anybody will hear.
+    pub(super) fn has_stopped(&mut self, lease: LeaseId) {
+        let (bound, link, then) = match self.leases.take(lease) {
+            Some(State::Stopping { bound, link, then, .. }) => (bound, link, then),
+            Some(other) => return self.leases.put(lease, other),
+            None => return,
+        };
+        let consumer = bound.consumer().engine.clone();
+        let doubted = self.writers_have_stopped(lease);
+        let reopened = match then {
+            Then::Reopen if doubted.as_ref().is_none_or(BTreeSet::is_empty) => {
+                bound.clone().reopen(self.config.lease.extension, self.now)
+            }
+            _ => None,
+        };
+        if let Some(offered) = reopened {
+            let (fence, how) = (bound.fence().clone(), Closing::Restarted);
+            self.send_peer(link, PeerMessage::Closed(LeaseClosed { fence, how }));
+            self.leases.unbind(lease, &consumer, link);
+            self.leases.put(lease, State::Offered(offered));
+            self.end_asks(lease, "the prefill has begun anew");
+        } else {
+            if let Some(doubted) = doubted {
+                self.say_stopped(link, bound.fence(), stoppage(&doubted));
+            }
+            // One that can't be offered anew has lost what it would be offered to.
+            let how = if let Then::Close(how) = then { how } else { Closing::Withdrawn };
+            self.close_lease(&bound.close(how), Some((consumer, link)));
+        }
+        self.retire_link(link);
     }
 
     /// The bytes of a rank are gone: so are the leases that show them. Those that others read without that rank go on.
@@ -352,11 +568,8 @@ impl OwnerSession {
     }
 
     pub(super) fn link_lost_in_leases(&mut self, link: LinkId) {
-        for lease in self.leases.of_link.remove(&link).unwrap_or_default() {
-            if let Some(State::Bound(state, of)) = self.leases.take(lease) {
-                let consumer = state.consumer().engine.clone();
-                self.close_lease(&state.close(Closing::ConsumerLost), Some((consumer, of)));
-            }
+        for lease in self.leases.of_link.get(&link).cloned().unwrap_or_default() {
+            self.end_bound(lease, Then::Close(Closing::ConsumerLost));
         }
     }
 
@@ -365,32 +578,26 @@ impl OwnerSession {
         let open: Vec<LeaseId> = self.leases.open.keys().copied().collect();
         for lease in open {
             self.withdraw_lease(lease);
+            // Whoever has not stopped yet won't be heard of again.
+            if self.leases.is_open(lease) {
+                self.writers_are_late(lease);
+            }
         }
     }
 
     /// Its blocks are the engine's again, and so is what was gathered of them; nobody digests them any more.
-    fn close_lease(&mut self, closed: &Closed, bound: Option<(EngineId, LinkId)>) {
+    pub(super) fn close_lease(&mut self, closed: &Closed, bound: Option<(EngineId, LinkId)>) {
         let lease = closed.fence().lease;
         let Some(open) = self.leases.open.remove(&lease) else { return };
         self.leases.ends.remove(lease);
         self.loans.read_ended(&open.places);
-        if let Some((engine, _)) = &bound
-            && let Some(count) = self.leases.of_engine.get_mut(engine)
-        {
-            *count -= 1;
-            if *count == 0 {
-                self.leases.of_engine.remove(engine);
-            }
+        if let Some((engine, link)) = &bound {
+            self.leases.unbind(lease, engine, *link);
         }
-        let (consumer, link) = bound.unzip();
-        if let Some(link) = link
-            && let Some(of_link) = self.leases.of_link.get_mut(&link)
-        {
-            of_link.remove(&lease);
-            if of_link.is_empty() {
-                self.leases.of_link.remove(&link);
-            }
+        if open.stream.is_some() {
+            self.tell_ranks(|| ToRank::StreamEnd(lease));
         }
+        let consumer = bound.map(|(engine, _)| engine);
         self.end_asks(lease, "the lease was closed");
         let (fence, how, age) = (closed.fence().clone(), closed.how(), self.now.saturating_sub(open.since));
         self.effects.push_back(Effect::LeaseClosed { fence, how, age, consumer });

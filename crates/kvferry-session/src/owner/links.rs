@@ -224,9 +224,11 @@ impl Links {
 }
 
 impl OwnerSession {
-    pub(super) fn accept_link(&mut self, proven: Option<Arc<Allowed>>) -> LinkId {
-        let deadline = self.now.saturating_add(self.config.handshake);
-        let link = self.links.add(Stage::Waiting(None), None, self.now, deadline);
+    /// `took`: how long it is there already.
+    pub(super) fn accept_link(&mut self, proven: Option<Arc<Allowed>>, took: Duration) -> LinkId {
+        let began = self.now.saturating_sub(took);
+        let deadline = began.saturating_add(self.config.handshake);
+        let link = self.links.add(Stage::Waiting(None), None, began, deadline);
         if let Some(l) = self.links.links.get_mut(&link) {
             l.proven = proven;
         }
@@ -399,6 +401,11 @@ impl OwnerSession {
             PeerMessage::BindAnswer(answer) => self.on_bind_answer(link, answer),
             PeerMessage::Release(release) => self.on_release(link, &release),
             PeerMessage::ReleaseAnswer(answer) => self.on_release_answer(link, &answer),
+            PeerMessage::PushBind(push) => self.on_push_bind(link, *push),
+            PeerMessage::Written(written) => self.on_written(link, *written),
+            PeerMessage::Progress(progress) => self.on_progress(link, &progress),
+            PeerMessage::Stop(stop) => self.on_stop(link, &stop),
+            PeerMessage::Stopped(stopped) => self.on_stopped(link, stopped),
             PeerMessage::Heartbeat(beat) => self.on_heartbeat(link, beat),
             PeerMessage::HeartbeatAnswer(answer) => self.on_heartbeat_answer(link, answer),
             PeerMessage::Closed(notice) => self.on_lease_closed(link, &notice),
@@ -473,6 +480,7 @@ impl OwnerSession {
                 .refuse_link(link, vec![format!("{limit} links of {} are in use, which is the limit", peer.engine())]);
         }
         self.effects.push_back(Effect::LinkUp { link, peer: peer.engine().clone(), version, took });
+        self.ask_for_evidence(link, &peer);
         if let Some(road) = road {
             self.road_is_up(road, link, (version >= Versions::LEASES).then(|| peer.digest()));
         }
@@ -488,6 +496,14 @@ impl OwnerSession {
     /// Closes a link that nobody uses.
     pub(super) fn close_link(&mut self, link: LinkId, reason: &str) {
         self.effects.push_back(Effect::ClosePeer { link });
+        self.lose_link(link, reason);
+    }
+
+    /// The link may not be made.
+    pub(super) fn forbid_link(&mut self, link: LinkId, reason: &str) {
+        if let Some(road) = self.links.links.get(&link).and_then(|l| l.road) {
+            self.road_is_closed(road, link, reason);
+        }
         self.lose_link(link, reason);
     }
 

@@ -2,15 +2,21 @@
 //!
 //! A block that is written must be nobody else's: no other request may write it, and no lease may show it. Blocks that are only
 //! read may be lent any number of times (requests with a common prefix). Where groups share memory, blocks of different groups
-//! with common bytes count as one. A request in doubt keeps its blocks in quarantine: its ranks may still write them.
+//! with common bytes count as one. A request in doubt keeps its blocks in quarantine: somebody may still write them, one of our own
+//! ranks or, where the producer's ranks write, one of those. They leave it by evidence that all have stopped; by time only where the
+//! engine vouches for that.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::time::Duration;
 
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{DstGroup, DstPaged, SrcGroup, SrcPaged};
 use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::units::{BlockId, GroupId, Name, RankId, TokenRange, Tokens};
+use kvferry_proto::manifest::EngineManifest;
+use kvferry_proto::names::{EngineId, Epoch, Fence};
+use kvferry_proto::push::Stoppage;
 use kvferry_proto::rank::PullId;
 
 /// A block or slot of a group.
@@ -72,11 +78,58 @@ impl Use {
     }
 }
 
+/// Who may still write the blocks of a request that has ended.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Doubt {
+    /// Ranks of ours.
+    pub(super) ours: BTreeSet<RankId>,
+    /// Ranks of the producer.
+    pub(super) theirs: Option<Writers>,
+}
+
+/// The producer's ranks that may still write for an attempt.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Writers {
+    pub(super) fence: Fence,
+    /// Each with its own life, and the ranks of ours whose memory it writes.
+    pub(super) ranks: BTreeMap<RankId, (Epoch, BTreeSet<RankId>)>,
+}
+
+impl Doubt {
+    pub(super) fn ours(ranks: &[RankId]) -> Self {
+        Self { ours: ranks.iter().copied().collect(), theirs: None }
+    }
+
+    pub(super) fn is_none(&self) -> bool {
+        self.ours.is_empty() && self.theirs.as_ref().is_none_or(|w| w.ranks.is_empty())
+    }
+
+    fn is_of(&self, engine: &EngineId) -> bool {
+        self.theirs.as_ref().is_some_and(|w| w.fence.engine == *engine)
+    }
+}
+
+/// The blocks that a request has left.
+#[derive(Debug)]
+struct Left {
+    places: Vec<Place>,
+    doubt: Doubt,
+    since: Duration,
+}
+
+/// A request that has left blocks in quarantine.
+pub(super) struct InDoubt<'a> {
+    pub(super) pull: PullId,
+    pub(super) blocks: usize,
+    pub(super) doubt: &'a Doubt,
+    pub(super) since: Duration,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Loans {
     used: BTreeMap<Place, Use>,
-    /// Requests in quarantine, with their blocks and the ranks that have not said that they have stopped.
-    quarantine: BTreeMap<PullId, (Vec<Place>, BTreeSet<RankId>)>,
+    /// Requests in quarantine, with their blocks and who has not been seen to have stopped.
+    quarantine: BTreeMap<PullId, Left>,
 }
 
 impl Loans {
@@ -106,9 +159,9 @@ impl Loans {
         }
     }
 
-    /// A request has ended; these ranks may still write.
-    pub(super) fn write_ended(&mut self, id: PullId, places: Vec<Place>, in_doubt: &[RankId]) {
-        let doubt = !in_doubt.is_empty();
+    /// A request has ended; these may still write.
+    pub(super) fn write_ended(&mut self, id: PullId, places: Vec<Place>, in_doubt: Doubt, now: Duration) {
+        let doubt = !in_doubt.is_none();
         for place in &places {
             self.update(place, |used| {
                 if matches!(used.writer, Some((of, _)) if of == id) {
@@ -117,37 +170,110 @@ impl Loans {
             });
         }
         if doubt {
-            self.quarantine.insert(id, (places, in_doubt.iter().copied().collect()));
+            self.quarantine.insert(id, Left { places, doubt: in_doubt, since: now });
         }
     }
 
     /// A rank that was in doubt says, late, that it has stopped.
     pub(super) fn stopped(&mut self, id: PullId, rank: RankId) {
-        let Some((_, ranks)) = self.quarantine.get_mut(&id) else { return };
-        ranks.remove(&rank);
-        if ranks.is_empty()
-            && let Some((places, _)) = self.quarantine.remove(&id)
-        {
-            self.write_ended(id, places, &[]);
+        self.settle(id, |doubt| {
+            doubt.ours.remove(&rank);
+        });
+    }
+
+    /// Less is in doubt of a request; its blocks leave quarantine when nothing is. Gives how many did.
+    fn settle(&mut self, id: PullId, change: impl FnOnce(&mut Doubt)) -> usize {
+        let Some(left) = self.quarantine.get_mut(&id) else { return 0 };
+        change(&mut left.doubt);
+        if left.doubt.is_none() { self.let_go(id) } else { 0 }
+    }
+
+    fn let_go(&mut self, id: PullId) -> usize {
+        let Some(left) = self.quarantine.remove(&id) else { return 0 };
+        let blocks = left.places.len();
+        self.write_ended(id, left.places, Doubt::default(), left.since);
+        blocks
+    }
+
+    /// The producer says which of its writers have stopped for an attempt.
+    pub(super) fn writers_stopped(&mut self, fence: &Fence, who: &Stoppage) {
+        let of_fence = |left: &Left| left.doubt.theirs.as_ref().is_some_and(|w| w.fence == *fence);
+        let ids: Vec<PullId> = self.quarantine.iter().filter(|(_, left)| of_fence(left)).map(|(id, _)| *id).collect();
+        for id in ids {
+            self.settle(id, |doubt| match who {
+                Stoppage::All => doubt.theirs = None,
+                Stoppage::Except(still) => {
+                    if let Some(w) = &mut doubt.theirs {
+                        w.ranks.retain(|rank, _| still.contains(rank));
+                    }
+                }
+                Stoppage::Unknown => {}
+            });
         }
+    }
+
+    /// The producer's ranks that are in doubt for an attempt.
+    pub(super) fn doubted_writers(&self, fence: &Fence) -> BTreeSet<RankId> {
+        let of_fence = self.quarantine.values().filter_map(|left| left.doubt.theirs.as_ref());
+        of_fence.filter(|w| w.fence == *fence).flat_map(|w| w.ranks.keys().copied()).collect()
+    }
+
+    /// An engine was met: a rank of it that has begun another life writes nothing any more that its former life was to write. Gives
+    /// the attempts of which others are still in doubt.
+    pub(super) fn peer_is_met(&mut self, peer: &EngineManifest) -> Vec<Fence> {
+        let of_peer = |left: &Left| left.doubt.is_of(peer.engine());
+        let ids: Vec<PullId> = self.quarantine.iter().filter(|(_, left)| of_peer(left)).map(|(id, _)| *id).collect();
+        for id in &ids {
+            self.settle(*id, |doubt| {
+                if let Some(w) = &mut doubt.theirs {
+                    w.ranks.retain(|rank, (epoch, _)| peer.contact(*rank).is_some_and(|c| c.epoch == *epoch));
+                }
+            });
+        }
+        let left = ids.iter().filter_map(|id| self.quarantine.get(id));
+        left.filter_map(|left| left.doubt.theirs.as_ref()).map(|w| w.fence.clone()).collect()
+    }
+
+    /// Lets those go that have been in quarantine since then or longer. Gives each with how many blocks.
+    pub(super) fn reclaim(&mut self, since: Duration) -> Vec<(PullId, usize)> {
+        let old: Vec<PullId> = self.quarantine.iter().filter(|(_, l)| l.since <= since).map(|(id, _)| *id).collect();
+        old.into_iter().map(|id| (id, self.let_go(id))).collect()
+    }
+
+    /// Since when the oldest is in quarantine.
+    pub(super) fn oldest(&self) -> Option<Duration> {
+        self.quarantine.values().map(|left| left.since).min()
     }
 
     /// A rank has joined anew: nothing of its former life writes to its memory any more.
     pub(super) fn rank_is_new(&mut self, rank: RankId) {
         let waiting: Vec<PullId> = self.quarantine.keys().copied().collect();
         for id in waiting {
-            self.stopped(id, rank);
+            self.settle(id, |doubt| {
+                doubt.ours.remove(&rank);
+                if let Some(w) = &mut doubt.theirs {
+                    // What is written to the memory that it had changes nothing of what it has.
+                    for (_, to) in w.ranks.values_mut() {
+                        to.remove(&rank);
+                    }
+                    w.ranks.retain(|_, (_, to)| !to.is_empty());
+                }
+            });
         }
     }
 
-    /// Requests that have left blocks in quarantine: how many, and for which ranks.
-    pub(super) fn in_doubt(&self) -> impl Iterator<Item = (PullId, usize, Vec<RankId>)> {
-        self.quarantine.iter().map(|(id, (places, ranks))| (*id, places.len(), ranks.iter().copied().collect()))
+    /// Requests that have left blocks in quarantine.
+    pub(super) fn in_doubt(&self) -> impl Iterator<Item = InDoubt<'_>> {
+        let show = |(pull, left): (&PullId, _)| -> InDoubt<'_> {
+            let Left { places, doubt, since }: &Left = left;
+            InDoubt { pull: *pull, blocks: places.len(), doubt, since: *since }
+        };
+        self.quarantine.iter().map(show)
     }
 
     /// Blocks in quarantine.
     pub(super) fn quarantined(&self) -> usize {
-        self.quarantine.values().map(|(places, _)| places.len()).sum()
+        self.quarantine.values().map(|left| left.places.len()).sum()
     }
 
     /// Whether nothing is lent.

@@ -4,17 +4,21 @@ use super::{
     BTreeMap, BTreeSet, Duration, Effect, Fence, LeaseId, Life, LinkId, OwnerSession, PullId, PullWish, dst_counts,
 };
 
-use kvferry_geometry::request::{BoundRequest, Request};
+use kvferry_geometry::request::{BoundRequest, Request, SrcGroup};
 use kvferry_geometry::units::RankId;
+use kvferry_proto::handshake::Abilities;
 use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{
     BindAnswer, BindRefusal, MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage, ReleaseAnswer,
 };
+use kvferry_proto::push::Receiving;
 use kvferry_proto::rank::{Pairing, PullOrder, Stage, ToRank};
-use kvferry_proto::request::{Asking, Ended, Granted, RankResult, Reading, Releasing, Step, Wanted};
+use kvferry_proto::request::{Asking, Ended, Granted as GrantedLease, RankResult, Reading, Releasing, Step, Wanted};
 
+use super::config::Mode;
 use super::ends::lost;
-use super::loans::{Place, written};
+use super::loans::{Place, Writers, written};
+use super::receiving::Granted;
 use super::roads::RoadId;
 use super::timers::Timers;
 use crate::assurance::{Assured, served};
@@ -26,7 +30,11 @@ pub(super) enum State {
     Linking(Wanted),
     /// The producer was asked, then.
     Asking(Asking, Duration),
-    /// Ranks read.
+    /// The producer's ranks write.
+    Receiving(Receiving),
+    /// It has failed; the producer's ranks are stopping.
+    Halting { receiving: Receiving, cause: FailureCause, until: Duration },
+    /// Ranks read, or do what follows a write.
     Reading(Reading),
     /// It has failed; ranks are stopping. `None`: the ranks' own faults are the cause.
     Stopping { reading: Reading, cause: Option<FailureCause>, until: Duration },
@@ -41,8 +49,9 @@ impl State {
         Some(match self {
             Self::Linking(_) => Phase::Link,
             Self::Asking(..) => Phase::Bind,
+            Self::Receiving(_) => Phase::Write,
             Self::Reading(_) => Phase::Read,
-            Self::Stopping { .. } => Phase::Stop,
+            Self::Halting { .. } | Self::Stopping { .. } => Phase::Stop,
             Self::Releasing(..) => Phase::Release,
             Self::Moving => return None,
         })
@@ -60,6 +69,8 @@ impl State {
         match self {
             Self::Linking(_) => "waiting for the link to the producer's owner",
             Self::Asking(..) => "waiting for the producer to bind the lease",
+            Self::Receiving(_) => "waiting for the producer's ranks to write",
+            Self::Halting { .. } => "waiting for the producer's ranks to stop",
             Self::Reading(_) => "waiting for ranks to read",
             Self::Stopping { .. } => "waiting for ranks to stop",
             Self::Releasing(..) | Self::Moving => "waiting for the producer's verdict",
@@ -81,6 +92,10 @@ pub(super) struct Pull {
     /// The link that it goes over, once it is up.
     pub(super) link: Option<LinkId>,
     pub(super) pairing: Option<Pairing>,
+    /// Of one that is pushed: to whom its room is granted.
+    pub(super) granted: Granted,
+    /// The producer's ranks that may still write it though it has ended.
+    pub(super) doubt: Option<Writers>,
     pub(super) asked: Asked,
     pub(super) groups: Outcomes,
     /// Ranks that were in doubt, and are known to have stopped before it has ended.
@@ -118,8 +133,10 @@ impl Pull {
     /// When it is looked at again if nothing happens.
     fn due(&self) -> Duration {
         match &self.state {
-            State::Stopping { until, .. } => *until,
-            State::Reading(_) => self.lease_end.map_or(self.deadline, |end| end.min(self.deadline)),
+            State::Stopping { until, .. } | State::Halting { until, .. } => *until,
+            State::Receiving(_) | State::Reading(_) => {
+                self.lease_end.map_or(self.deadline, |end| end.min(self.deadline))
+            }
             _ => self.deadline,
         }
     }
@@ -130,7 +147,7 @@ impl Pull {
 
     /// Whether its lease's time is up while it is read.
     pub(super) fn is_expired(&self, now: Duration) -> bool {
-        matches!(self.state, State::Reading(_)) && self.lease_end.is_some_and(|end| end <= now)
+        matches!(self.state, State::Receiving(_) | State::Reading(_)) && self.lease_end.is_some_and(|end| end <= now)
     }
 
     pub(super) fn deadline(&self) -> Duration {
@@ -307,6 +324,8 @@ impl OwnerSession {
             road,
             link: None,
             pairing: None,
+            granted: Granted::default(),
+            doubt: None,
             asked: Asked::default(),
             groups: Outcomes { kept, delivered: Vec::new() },
             stopped: BTreeSet::new(),
@@ -389,6 +408,10 @@ impl OwnerSession {
         let fence = pull.fence();
         let salt = pairing_salt(&self.config.engine, fence.lease, fence.attempt);
         let (options, compat) = (self.peer_options(salt), self.config.compat);
+        if self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull) && !self.links.has(link, Abilities::PUSH)
+        {
+            return self.stop(id, FailureCause::NoPush { peer: fence.engine });
+        }
         let Some((peer, direction)) = self.reading(link) else { return };
         let map = match direction.and_then(|d| d.map(options)) {
             Ok(map) => map,
@@ -400,8 +423,14 @@ impl OwnerSession {
                 if let Some(pull) = self.pulls.open.get_mut(&id) {
                     pull.pairing = Some(Pairing { peer: peer.digest(), options, compat, peer_map: map.digest() });
                 }
+                let pushed = self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull);
                 self.enter(id, State::Asking(asking, self.now));
-                self.send_peer(link, PeerMessage::Bind(bind));
+                if pushed {
+                    let pairs: Vec<(RankId, RankId)> = map.pairs().iter().map(|p| (p.src(), p.dst())).collect();
+                    self.grant(id, link, bind, &peer, &pairs);
+                } else {
+                    self.send_peer(link, PeerMessage::Bind(bind));
+                }
             }
             Some(other) => self.put(id, other),
             None => {}
@@ -423,7 +452,17 @@ impl OwnerSession {
                         pull.lease_end = end;
                     }
                     let margin = self.config.lease.margin;
+                    let pushed = self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull);
                     match end.map(|end| end.saturating_sub(self.now)) {
+                        Some(left) if left <= margin && pushed => {
+                            self.halt(id, granted.fence().clone(), FailureCause::LeaseExpired { left, margin });
+                        }
+                        left if pushed => {
+                            self.receive(id, granted.fence().clone());
+                            if let Some(left) = left {
+                                self.beat_for(link, left);
+                            }
+                        }
                         Some(left) if left <= margin => {
                             self.give_back(id, link, granted, FailureCause::LeaseExpired { left, margin });
                         }
@@ -440,16 +479,26 @@ impl OwnerSession {
                 }
                 Step::Ignored(same) | Step::Waiting(same) => self.put(id, State::Asking(same, sent)),
             },
+            // It was never bound, so nobody writes.
+            Some(State::Halting { receiving, cause, until }) => match answer {
+                BindAnswer::Refused { .. } => self.fail_written(id, cause, &BTreeSet::new()),
+                BindAnswer::Bound(_) => self.put(id, State::Halting { receiving, cause, until }),
+            },
             Some(other) => self.put(id, other),
             None => {}
         }
     }
 
-    fn read(&mut self, id: PullId, link: LinkId, granted: Granted) {
+    /// All is written: what follows a read is done by our ranks.
+    pub(super) fn finish_written(&mut self, id: PullId, link: LinkId, fence: Fence, groups: Vec<SrcGroup>) {
+        self.read(id, link, GrantedLease::written(fence, groups));
+    }
+
+    fn read(&mut self, id: PullId, link: LinkId, granted: GrantedLease) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (wish, pairing) = (&pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
-        let (assurance, priority) = (wish.assurance, wish.priority);
+        let (assurance, priority, written) = (wish.assurance, wish.priority, wish.mode != Mode::Pull);
         let deadline = Some(pull.deadline.saturating_sub(self.now));
         let (Some(pairing), Some((peer, direction))) = (pairing, self.reading(link)) else {
             return self.give_back(id, link, granted, FailureCause::NotReady);
@@ -469,7 +518,7 @@ impl OwnerSession {
         if let Some(pull) = self.pulls.open.get_mut(&id) {
             pull.groups.delivered = delivered;
         }
-        if full_hit {
+        if full_hit && !written {
             return self.reads_ended(id, granted.full_hit(), None);
         }
         let reading = granted.read(&map);
@@ -478,7 +527,7 @@ impl OwnerSession {
         // All are ordered before one that isn't there makes the others stop.
         let order = |rank: &RankId| {
             let request = request.clone();
-            let order = PullOrder { pull: id, pairing, request, assurance, priority, deadline, written: false };
+            let order = PullOrder { pull: id, pairing, request, assurance, priority, deadline, written };
             !self.send_rank(*rank, ToRank::Pull(order), Some(&peer))
         };
         let absent: Vec<RankId> = named.into_iter().filter(order).collect();
@@ -487,12 +536,16 @@ impl OwnerSession {
         }
     }
 
-    fn give_back(&mut self, id: PullId, link: LinkId, granted: Granted, cause: FailureCause) {
+    fn give_back(&mut self, id: PullId, link: LinkId, granted: GrantedLease, cause: FailureCause) {
         self.send_peer(link, PeerMessage::Release(granted.abandon()));
         self.fail(id, cause, None);
     }
 
     pub(super) fn on_pulled(&mut self, rank: RankId, id: PullId, result: RankResult) {
+        let result = match self.pulls.open.get(&id) {
+            Some(pull) if pull.wish.mode != Mode::Pull => pull.granted.complete(rank, result),
+            _ => result,
+        };
         let failed = result.is_err();
         let (reading, stopping) = match self.pulls.take(id) {
             Some(State::Reading(reading)) => (reading, None),

@@ -47,6 +47,11 @@ impl Ranks {
         self.links.get(&link)?.rank
     }
 
+    /// Those that have joined.
+    pub(super) fn joined(&self) -> Vec<RankId> {
+        self.by_rank.keys().copied().collect()
+    }
+
     /// Notes that a rank is told of an engine; true if it was not before.
     pub(super) fn tell(&mut self, rank: RankId, digest: Digest) -> bool {
         let Some(link) = self.link(rank) else { return false };
@@ -68,6 +73,8 @@ impl OwnerSession {
         match (rank, message) {
             (None, FromRank::Join(join)) => self.join(link, join),
             (Some(rank), FromRank::Pulled { pull, result }) => self.on_pulled(rank, pull, result),
+            (Some(rank), FromRank::Pushed { push, result }) => self.on_pushed(rank, push, result),
+            (Some(rank), FromRank::PushProgress { push, tokens }) => self.on_push_progress(rank, push, tokens),
             (Some(rank), FromRank::DigestWanted { pull, src, windows }) => {
                 self.on_digest_wanted(rank, pull, src, windows);
             }
@@ -118,6 +125,7 @@ impl OwnerSession {
                 }
                 self.ranks.by_rank.insert(rank, link);
                 self.rank_is_new_in_pulls(rank);
+                self.rank_is_new_in_pushes(rank);
                 if let Some(local) = complete {
                     self.complete(local);
                 }
@@ -131,13 +139,11 @@ impl OwnerSession {
             self.close_old_links();
         }
         self.epoch = manifest.epoch();
+        self.pushes.live(self.epoch);
         self.life = Life::Ready(Arc::new(local));
         // What was computed with the manifest before is of another engine.
         self.links.forget_pairings();
-        let ranks: Vec<RankId> = self.ranks.by_rank.keys().copied().collect();
-        for rank in ranks {
-            self.send_rank(rank, ToRank::Welcome(manifest.clone()), None);
-        }
+        self.tell_ranks(|| ToRank::Welcome(manifest.clone()));
         self.effects.push_back(Effect::Ready(manifest));
         self.greet_waiting();
     }
@@ -177,6 +183,7 @@ impl OwnerSession {
             Life::Broken { .. } => self.effects.push_back(Effect::RankLost { rank, reason: reason.into() }),
         }
         self.rank_lost_in_pulls(rank, reason);
+        self.rank_lost_in_pushes(rank, reason);
         self.rank_lost_in_leases(rank, reason);
     }
 }

@@ -24,6 +24,8 @@ struct Road {
     engine: EngineId,
     /// The link that requests take, up or being made.
     link: Option<LinkId>,
+    /// Another one that is being made while that is up: the first will not do for who waits, but it may do for others.
+    next: Option<LinkId>,
     /// Requests that wait for a link.
     waiting: BTreeSet<PullId>,
     /// Leases to be declined when there is a link.
@@ -93,6 +95,11 @@ impl Roads {
         self.retries.next()
     }
 
+    /// The road that a link was made for, or is.
+    fn making(&mut self, road: RoadId, link: LinkId) -> Option<&mut Road> {
+        self.roads.get_mut(&road).filter(|r| r.link == Some(link) || r.next == Some(link))
+    }
+
     pub(super) fn stop_waiting(&mut self, road: RoadId, pull: PullId) {
         if let Some(r) = self.roads.get_mut(&road) {
             r.waiting.remove(&pull);
@@ -103,7 +110,7 @@ impl Roads {
     /// A road that nobody takes is forgotten, but for whom it led to.
     fn tidy(&mut self, road: RoadId) {
         let Some(r) = self.roads.get(&road) else { return };
-        if r.link.is_some() || !r.waiting.is_empty() || !r.declines.is_empty() {
+        if r.link.is_some() || r.next.is_some() || !r.waiting.is_empty() || !r.declines.is_empty() {
             return;
         }
         self.retries.remove(road);
@@ -144,6 +151,7 @@ impl OwnerSession {
             address: target.0.clone(),
             engine: target.1.clone(),
             link: None,
+            next: None,
             waiting: BTreeSet::new(),
             declines: Vec::new(),
             failures: 0,
@@ -164,14 +172,12 @@ impl OwnerSession {
         }
     }
 
-    /// The link of a road has shown to be of no use for a request: another one is made, and this one is closed when what goes over
-    /// it has ended.
+    /// The link of a road has shown to be of no use for a request: another one is made. When it is up, this one is closed as soon
+    /// as what goes over it has ended; until then it serves whom it can.
     pub(super) fn renew_link(&mut self, road: RoadId, pull: PullId) {
-        let Some(r) = self.roads.roads.get_mut(&road) else { return };
-        let before = r.link.take();
-        self.wait_for_link(road, pull);
-        if let Some(before) = before.filter(|link| !self.is_in_use(*link)) {
-            self.close_link(before, "it was made anew");
+        if let Some(r) = self.roads.roads.get_mut(&road) {
+            r.waiting.insert(pull);
+            self.travel_anew(road);
         }
     }
 
@@ -203,20 +209,29 @@ impl OwnerSession {
     }
 
     fn travel(&mut self, road: RoadId) {
+        if self.roads.link(road).is_none() {
+            self.travel_anew(road);
+        }
+    }
+
+    /// Makes a link, unless one is being made or retried, also where there is one.
+    fn travel_anew(&mut self, road: RoadId) {
         let Some(r) = self.roads.roads.get_mut(&road) else { return };
-        if r.link.is_some() || self.roads.retries.is_set(road) {
+        if r.next.is_some() || self.roads.retries.is_set(road) {
             return;
         }
         let address = r.address.clone();
         let link = self.begin_link(road, &address);
         if let Some(r) = self.roads.roads.get_mut(&road) {
-            r.link = Some(link);
+            let place = if r.link.is_none() { &mut r.link } else { &mut r.next };
+            *place = Some(link);
         }
     }
 
     pub(super) fn road_is_up(&mut self, road: RoadId, link: LinkId, met: Option<Digest>) {
         let Some(r) = self.roads.roads.get_mut(&road) else { return };
-        (r.link, r.failures, r.last, r.met) = (Some(link), 0, None, met);
+        let before = r.link.replace(link).filter(|before| *before != link);
+        (r.next, r.failures, r.last, r.met) = (None, 0, None, met);
         let (waiting, declines) = (std::mem::take(&mut r.waiting), std::mem::take(&mut r.declines));
         for fence in declines {
             self.say_declined(link, fence);
@@ -224,19 +239,32 @@ impl OwnerSession {
         for pull in waiting {
             self.ask(pull, link);
         }
+        if let Some(before) = before.filter(|link| !self.is_in_use(*link)) {
+            self.close_link(before, "it was made anew");
+        }
     }
 
     /// A link that was up is gone.
     pub(super) fn road_is_down(&mut self, road: RoadId, link: LinkId) {
         let Some(r) = self.roads.roads.get_mut(&road).filter(|r| r.link == Some(link)) else { return };
-        r.link = None;
+        r.link = r.next.take();
         if r.waiting.is_empty() { self.roads.tidy(road) } else { self.travel(road) }
+    }
+
+    /// A link may not be made: nobody waits for it any more.
+    pub(super) fn road_is_closed(&mut self, road: RoadId, link: LinkId, reason: &str) {
+        let Some(r) = self.roads.making(road, link) else { return };
+        let (address, waiting) = (r.address.clone(), std::mem::take(&mut r.waiting));
+        for pull in waiting {
+            self.stop(pull, FailureCause::Unreachable { address: address.clone(), reason: reason.to_owned() });
+        }
     }
 
     /// A link did not come up.
     pub(super) fn road_failed(&mut self, road: RoadId, link: LinkId, reasons: Vec<String>, refused: bool) {
-        let Some(r) = self.roads.roads.get_mut(&road).filter(|r| r.link == Some(link)) else { return };
-        (r.link, r.met) = (None, None);
+        let Some(r) = self.roads.making(road, link) else { return };
+        let place = if r.next == Some(link) { &mut r.next } else { &mut r.link };
+        (*place, r.met) = (None, None);
         r.failures = r.failures.saturating_add(1);
         r.last = Some(reasons.join("; "));
         // Who is not read is not worth more than one attempt.
@@ -258,7 +286,10 @@ impl OwnerSession {
     /// Tries again what is due.
     pub(super) fn retry_roads(&mut self) {
         while let Some(road) = self.roads.retries.take_due(self.now) {
-            self.travel(road);
+            // Whoever wanted another link than the one that is up may have gone.
+            if self.roads.roads.get(&road).is_some_and(|r| r.link.is_none() || !r.waiting.is_empty()) {
+                self.travel_anew(road);
+            }
         }
     }
 }

@@ -12,7 +12,14 @@ impl OwnerSession {
             Life::Ready(_) if self.service.is_draining() => "draining",
             Life::Ready(_) => "ready",
         };
-        let quarantine = self.loans.in_doubt().map(|(pull, blocks, ranks)| QuarantineSnapshot { pull, blocks, ranks });
+        let quarantine = self.loans.in_doubt().map(|q| QuarantineSnapshot {
+            pull: q.pull,
+            blocks: q.blocks,
+            ranks: q.doubt.ours.iter().copied().collect(),
+            producer: q.doubt.theirs.as_ref().map(|w| w.fence.engine.clone()),
+            writers: q.doubt.theirs.iter().flat_map(|w| w.ranks.keys().copied()).collect(),
+            since: now.saturating_sub(q.since),
+        });
         Snapshot {
             engine: self.config.engine.clone(),
             epoch: self.epoch,
@@ -44,7 +51,7 @@ impl OwnerSession {
         let show = |v: super::leases::LeaseView<'_>| LeaseSnapshot {
             fence: v.fence.clone(),
             consumer: v.bound.map(|consumer| consumer.engine.clone()),
-            waiting_for: if v.bound.is_some() { "waiting for its consumer to read" } else { "waiting for a consumer" },
+            waiting_for: v.waiting_for,
             since: now.saturating_sub(v.since),
             left: v.term.end().map(|end| end.saturating_sub(now)),
         };

@@ -25,6 +25,7 @@ mod leases;
 mod links;
 mod pair;
 mod pulls;
+mod pushes;
 mod random;
 mod renewal;
 mod retry;
@@ -77,6 +78,9 @@ struct Side {
     closed_links: Vec<LinkId>,
     consumers: Vec<Option<EngineId>>,
     manifests: Arc<Vec<RankManifest>>,
+    progress: Vec<(PullId, Tokens)>,
+    reclaimed: Vec<(PullId, usize)>,
+    contradictions: Vec<String>,
 }
 
 /// By how many ranks there are, and whether each holds all heads.
@@ -131,6 +135,9 @@ impl Side {
             closed_links: Vec::new(),
             consumers: Vec::new(),
             manifests,
+            progress: Vec::new(),
+            reclaimed: Vec::new(),
+            contradictions: Vec::new(),
         };
         for rank in 0..ranks {
             let link = side.join(&id, rank, 0, Duration::ZERO);
@@ -194,6 +201,9 @@ impl Side {
                 }
                 Effect::FenceRejected { .. } => self.rejected += 1,
                 Effect::Phase { pull, phase } => self.phases.push((pull, phase)),
+                Effect::Progress { pull, tokens } => self.progress.push((pull, tokens)),
+                Effect::Reclaimed { pull, blocks } => self.reclaimed.push((pull, blocks)),
+                Effect::Contradiction { what, .. } => self.contradictions.push(what),
                 Effect::ClosePeer { link } => self.closes.push(link),
                 Effect::RankLost { rank, .. } => self.lost.push(rank),
                 Effect::LinkDown { link, .. } => self.down.push(link),
@@ -318,6 +328,7 @@ fn name(cause: &FailureCause) -> String {
 
 fn wish(fence: &Fence) -> PullWish {
     PullWish {
+        mode: Mode::Pull,
         address: "tcp:127.0.0.1:1".into(),
         fence: fence.clone(),
         tokens: Tokens::new(TOKENS),

@@ -137,6 +137,8 @@ impl TryFrom<dto::BindAnswer> for BindAnswer {
                         BindRefusal::RankLost { rank: RankId::new(rank), reason: text(why)? }
                     }
                     dto::BindRefusal::Busy(why) => BindRefusal::Busy(text(why)?),
+                    dto::BindRefusal::NotSealed => BindRefusal::NotSealed,
+                    dto::BindRefusal::Unfit(why) => BindRefusal::Unfit(text(why)?),
                 };
                 Self::Refused { fence: fence.try_into()?, reason }
             }
@@ -164,6 +166,8 @@ impl From<&BindAnswer> for dto::BindAnswer {
                     BindRefusal::Incompatible(why) => dto::BindRefusal::Incompatible(clip(why)),
                     BindRefusal::RankLost { rank, reason } => dto::BindRefusal::RankLost(rank.get(), clip(reason)),
                     BindRefusal::Busy(why) => dto::BindRefusal::Busy(clip(why)),
+                    BindRefusal::NotSealed => dto::BindRefusal::NotSealed,
+                    BindRefusal::Unfit(why) => dto::BindRefusal::Unfit(clip(why)),
                 };
                 Self::Refused { fence: fence.into(), reason }
             }

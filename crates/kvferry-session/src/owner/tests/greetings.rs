@@ -496,6 +496,54 @@ fn rs_05_the_next_request_has_a_new_link() {
     assert_eq!((w.d.up.len(), w.d.down.len()), (5, 4));
 }
 
+/// Where our own settings allow no link, whoever waits for it fails at once, and is told what to set; who comes next asks anew.
+#[test]
+fn a_link_that_may_not_be_made_fails_who_waits_at_once() {
+    let mut w = Pair::leased();
+    w.answers = false;
+    let fences: Vec<Fence> = (1..4).map(|lease| w.offer(lease, Ttl::Usual)).collect();
+    let pulls: Vec<PullId> = fences.iter().map(|fence| w.pull(fence)).collect();
+    w.carry(nothing);
+    let link = w.d.connects.remove(0);
+    assert!(w.d.connects.is_empty());
+    w.d.session.link_forbidden(link, "set this", w.now);
+    w.carry(nothing);
+    for pull in pulls {
+        let cause = &w.failed(pull).cause;
+        let FailureCause::Unreachable { address, reason } = cause else { panic!("{cause}") };
+        assert_eq!((reason.as_str(), cause.kind()), ("set this", "unreachable"));
+        assert!(cause.to_string().contains(address), "{cause}");
+    }
+    assert!(w.d.session.roads.is_empty() && is_clean(&w.d.session));
+    w.pass(10 * SECOND, nothing);
+    assert!(w.d.connects.is_empty(), "nothing is tried again by itself");
+    let fence = w.offer(5, Ttl::Usual);
+    let pull = w.pull(&fence);
+    w.answers = true;
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+    w.d.session.link_forbidden(link, "set this", w.now);
+}
+
+/// What an end has taken to prove who it is counts for the time that the handshake may take.
+#[test]
+fn a_handshake_has_one_limit() {
+    let mut w = Pair::leased();
+    w.now = 10 * SECOND;
+    let at_once = w.p.session.accept(None, w.now);
+    let late = w.p.session.accept_after(SECOND / 10 * 7, None, w.now);
+    let too_late = w.p.session.accept_after(20 * SECOND, None, w.now);
+    let exists = |w: &mut Pair, time: Duration| {
+        w.p.session.step(w.now + time);
+        [at_once, late, too_late].map(|link| w.p.session.links.exists(link))
+    };
+    assert_eq!(exists(&mut w, SECOND / 10), [true, true, false]);
+    assert_eq!(exists(&mut w, SECOND / 10 * 4), [true, false, false]);
+    assert_eq!(exists(&mut w, SECOND), [false, false, false]);
+}
+
 /// HS-08: a peer that says nothing, or too little, costs its link only, and is tried again until nobody waits.
 #[test]
 fn hs_08_silent_and_refusing_peers() {

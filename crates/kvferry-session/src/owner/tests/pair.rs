@@ -38,6 +38,11 @@ pub(super) fn kind(m: &PeerMessage) -> &'static str {
         PeerMessage::RunDigestAnswer(_) => "RunDigestAnswer",
         PeerMessage::Gather(_) => "Gather",
         PeerMessage::GatherAnswer(_) => "GatherAnswer",
+        PeerMessage::PushBind(_) => "PushBind",
+        PeerMessage::Written(_) => "Written",
+        PeerMessage::Progress(_) => "Progress",
+        PeerMessage::Stop(_) => "Stop",
+        PeerMessage::Stopped(_) => "Stopped",
         other => panic!("{other:?}"),
     }
 }
@@ -276,6 +281,7 @@ pub(super) fn is_clean(side: &OwnerSession) -> bool {
         && side.leases.is_clean()
         && side.asks.is_empty()
         && side.beats.is_empty()
+        && side.pushes.is_empty()
         && side.roads.is_empty()
         && side.links.is_empty()
 }

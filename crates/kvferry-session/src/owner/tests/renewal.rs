@@ -141,6 +141,65 @@ fn all_who_come_meanwhile_take_the_new_link() {
     assert_eq!((w.end_of(stale).as_str(), w.links.len()), ("StaleEpoch", 1));
 }
 
+/// A reference of another epoch wants a link of its own; what the one that is up will do for goes over it meanwhile, also where no
+/// other comes about.
+#[test]
+fn a_link_serves_while_another_is_made() {
+    let mut w = Pair::leased();
+    w.one_request(1);
+    let before = w.links[0];
+    w.now += SECOND;
+    let other = |fence: &Fence| Fence { epoch: fence.epoch.after(), ..fence.clone() };
+    let fences: Vec<Fence> = (10..14).map(|lease| w.offer(lease, Ttl::Usual)).collect();
+    w.answers = false;
+    let waits = w.pull(&other(&fences[0]));
+    w.carry(nothing);
+    assert_eq!((w.phase(waits), w.d.connects.len()), (Some(Phase::Link), 1));
+    let deliver = |w: &mut Pair, fence: &Fence| {
+        let pull = w.pull(fence);
+        w.carry(nothing);
+        w.read(pull);
+        w.carry(nothing);
+        assert_eq!((w.end_of(pull).as_str(), &w.links[..]), ("Delivered", &[before][..]));
+    };
+    deliver(&mut w, &fences[0]);
+    // It could not be made, and is tried again; nobody else minds.
+    let failed = w.d.connects.remove(0);
+    w.d.session.link_closed(failed, "no route", w.now);
+    deliver(&mut w, &fences[1]);
+    assert_eq!((w.phase(waits), w.d.connects.len()), (Some(Phase::Link), 0));
+    w.pass(SECOND, nothing);
+    assert_eq!((w.phase(waits), w.d.connects.len()), (Some(Phase::Link), 1));
+    deliver(&mut w, &fences[2]);
+    // Something goes over the first when the other is up: it ends there.
+    let reads = w.pull(&fences[3]);
+    w.answers = true;
+    w.carry(nothing);
+    assert_eq!((w.end_of(waits).as_str(), w.links.len()), ("StaleEpoch", 2));
+    w.read(reads);
+    w.carry(nothing);
+    assert_eq!((w.end_of(reads).as_str(), w.links.len()), ("Delivered", 1));
+    assert!(!w.d.session.links.exists(before.0), "the other one is taken from now on");
+    // Who wants another one may go, and the one that is up may break, before there is another.
+    w.now += SECOND;
+    w.answers = false;
+    let fence = w.offer(20, Ttl::Usual);
+    let far = Fence { epoch: fence.epoch.after().after(), ..fence.clone() };
+    let waits = w.pull(&far);
+    w.carry(nothing);
+    w.cut();
+    let waits_too = w.pull(&fence);
+    w.carry(nothing);
+    assert_eq!((w.phase(waits), w.phase(waits_too), w.d.connects.len()), (Some(Phase::Link), Some(Phase::Link), 1));
+    w.answers = true;
+    w.carry(nothing);
+    w.read(waits_too);
+    w.carry(nothing);
+    assert_eq!((w.end_of(waits).as_str(), w.end_of(waits_too).as_str()), ("StaleEpoch", "Delivered"));
+    w.cut();
+    assert!(is_clean(&w.d.session) && is_clean(&w.p.session));
+}
+
 /// A rank of the consumer is lost while it reads, and joins again: its blocks are in quarantine until then, the next request
 /// tells the producer of the new life by a new link.
 #[test]

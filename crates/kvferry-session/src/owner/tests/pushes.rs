@@ -1,0 +1,538 @@
+//! Push at the two owners: who may write when, and what is known of those who do.
+
+use kvferry_geometry::units::{ItemId, TokenRange};
+use kvferry_proto::names::Attempt;
+use kvferry_proto::push::{PushId, PushOrder, Stop, Stoppage, Stopped, WriteReport, WriterEnd, WriterReport, Written};
+
+use super::pair::{Pair, is_clean, losing, nothing, sources_of};
+use super::*;
+use crate::owner::StreamError;
+use crate::testing::other_src_groups;
+
+fn push(fence: &Fence) -> PullWish {
+    PullWish { mode: Mode::Push { progress: true }, deadline: 100 * SECOND, ..wish(fence) }
+}
+
+fn attempt(fence: &Fence, n: u32) -> Fence {
+    Fence { attempt: Attempt::new(n), ..fence.clone() }
+}
+
+impl Side {
+    /// The write orders that each rank got last.
+    fn pushes(&self) -> BTreeMap<usize, PushOrder> {
+        let rank = |link: &RankLinkId| self.rank_links.iter().position(|l| l == link);
+        let of = |(link, m): &(RankLinkId, ToRank)| match m {
+            ToRank::Push(order) => Some((rank(link)?, (**order).clone())),
+            _ => None,
+        };
+        self.orders.iter().filter_map(of).collect()
+    }
+
+    fn told(&self, what: impl Fn(&ToRank) -> bool) -> usize {
+        self.orders.iter().filter(|(_, m)| what(m)).count()
+    }
+}
+
+fn ended() -> WriterEnd {
+    Ok(WriterReport { writes: Vec::new(), queued: Duration::ZERO, slices: 1, took: Duration::ZERO })
+}
+
+fn lost(in_doubt: bool) -> WriterEnd {
+    Err(fault(Stage::Write, in_doubt))
+}
+
+/// What a producer's rank says that has written to the one consumer's rank that it writes to, as the tests' reports have it.
+fn wrote(w: &mut Pair, pull: PullId, rank: u32) -> WriterEnd {
+    let ranks = w.d.rank_links.len();
+    let writes = (0..ranks).filter(|dst| sources_of(&mut w.d, pull, *dst).contains(&rank)).map(|dst| WriteReport {
+        dst: RankId::new(u32::try_from(dst).unwrap()),
+        bytes: report(&[rank]).unwrap().sources[0].bytes,
+        descriptors: 1,
+        lane: "there".into(),
+        took: SECOND,
+    });
+    let writes: Vec<_> = writes.collect();
+    ended().map(|report| WriterReport { writes, ..report })
+}
+
+impl Pair {
+    fn push(&mut self, fence: &Fence) -> PullId {
+        let pull = self.pull_as(push(fence));
+        self.carry(nothing);
+        pull
+    }
+
+    fn pushed(&mut self, rank: usize, result: WriterEnd) {
+        let id = self.p.pushes()[&rank].push;
+        self.pushed_as(rank, id, result);
+    }
+
+    fn pushed_as(&mut self, rank: usize, push: PushId, result: WriterEnd) {
+        let now = self.p_now();
+        self.p.session.rank_message(self.p.rank_links[rank], FromRank::Pushed { push, result }, now);
+    }
+
+    fn all_written(&mut self, pull: PullId) {
+        for rank in 0..self.p.rank_links.len() {
+            let end = wrote(self, pull, u32::try_from(rank).unwrap());
+            self.pushed(rank, end);
+        }
+    }
+
+    fn announce(&mut self, lease: u128) -> Fence {
+        let now = self.p_now();
+        self.p.session.announce(LeaseId::new(lease), offer(), Ttl::Usual, now).unwrap()
+    }
+
+    fn is_quiet(&self) -> bool {
+        let of = |s: &Side| s.session.pulls.is_clean() && s.session.leases.is_clean() && s.session.loans.is_empty();
+        of(&self.p) && of(&self.d) && self.p.session.pushes.is_empty()
+    }
+}
+
+fn world() -> (Pair, Fence, PullId) {
+    let mut w = Pair::leased();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.push(&fence);
+    assert_eq!(w.phase(pull), Some(Phase::Write));
+    (w, fence, pull)
+}
+
+#[test]
+fn named_writers_write_then_our_ranks_finish() {
+    let (mut w, fence, pull) = world();
+    assert_eq!(w.p.pushes().keys().copied().collect::<Vec<_>>(), [0, 1, 2, 3]);
+    assert_eq!(w.d.pulls().len(), 0, "nobody of ours reads");
+    for rank in [2, 0, 3] {
+        let end = wrote(&mut w, pull, rank);
+        w.pushed(usize::try_from(rank).unwrap(), end);
+        w.carry(nothing);
+        assert_eq!((w.count('p', "Written"), w.phase(pull)), (0, Some(Phase::Write)));
+    }
+    let end = wrote(&mut w, pull, 1);
+    w.pushed(1, end);
+    w.carry(nothing);
+    assert_eq!((w.count('p', "Written"), w.phase(pull)), (1, Some(Phase::Read)));
+    let orders = w.d.pulls();
+    assert!(orders.len() == 2 && orders.values().all(|o| o.written));
+    w.read(pull);
+    w.carry(nothing);
+    let delivered = w.result_of(pull).unwrap().as_ref().unwrap();
+    assert_eq!(delivered.report().pairs.len(), 4);
+    assert!(delivered.report().pairs.iter().all(|p| p.lane == "there" && p.took == SECOND));
+    assert_eq!(w.p.closed, [(fence, Closing::Read)]);
+    assert!(w.is_quiet());
+    use Phase::{Bind, Link, Read, Release, Write};
+    assert_eq!(w.d.phases.iter().map(|(_, p)| *p).collect::<Vec<_>>(), [Link, Bind, Write, Read, Release]);
+}
+
+/// Other replicas' ranks are not named, hear nothing and are not waited for.
+#[test]
+fn ranks_with_nothing_to_write_are_not_in_the_set() {
+    let mut w = Pair::replicated();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.push(&fence);
+    let named = sources_of(&mut w.d, pull, 0);
+    assert_eq!(w.p.pushes().keys().map(|r| u32::try_from(*r).unwrap()).collect::<Vec<_>>(), named);
+    let other = 1 - usize::try_from(named[0]).unwrap();
+    // One that isn't named is not heard.
+    let id = w.p.pushes().values().next().unwrap().push;
+    w.pushed_as(other, id, ended());
+    w.carry(nothing);
+    assert_eq!(w.phase(pull), Some(Phase::Write));
+    let end = wrote(&mut w, pull, named[0]);
+    w.pushed(1 - other, end);
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+}
+
+/// A writer whose bytes aren't those of the plan has not written what was asked for, whatever it says.
+#[test]
+fn a_writer_that_wrote_less_fails_the_request() {
+    let (mut w, _, pull) = world();
+    for rank in 0..4 {
+        let mut end = wrote(&mut w, pull, rank);
+        if rank == 3 {
+            end.as_mut().unwrap().writes[0].bytes = Bytes::new(1);
+        }
+        w.pushed(usize::try_from(rank).unwrap(), end);
+    }
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert!(w.end_of(pull) != "Delivered" && w.failed(pull).report.faults.len() == 1, "{}", w.end_of(pull));
+    assert!(w.failed(pull).to_string().contains("wrote 1 bytes"), "{}", w.failed(pull));
+}
+
+/// FR-01: the first failure frees nothing under its siblings.
+#[test]
+fn fr_01_a_failed_writer_stops_the_others_and_blocks_stay_until_all_have() {
+    let (mut w, fence, pull) = world();
+    w.pushed(2, lost(false));
+    w.carry(nothing);
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::CancelPush(_))), 3);
+    assert_eq!((w.end_of(pull), w.p.closed.len(), w.d.session.loans.lent().0 > 0), ("-".into(), 0, true));
+    for rank in [0, 1, 3] {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    let failed = w.failed(pull);
+    assert!(matches!(failed.cause, FailureCause::Writers { failed: 1, ranks: 4, .. }), "{failed}");
+    assert_eq!(w.p.closed, [(fence, Closing::Abandoned)]);
+    assert!(w.is_quiet());
+}
+
+/// FR-03: what could not be posted has failed, by name; what was not posted is nowhere.
+#[test]
+fn fr_03_another_replica_writes_by_the_next_attempt() {
+    let mut w = Pair::replicated();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.push(&fence);
+    let first = *w.p.pushes().keys().next().unwrap();
+    w.p.orders.clear();
+    w.pushed_as(first, PushId(1), Err(fault(Stage::Submit, false)));
+    w.carry(nothing);
+    let second: Vec<usize> = w.p.pushes().keys().copied().collect();
+    assert!(second == [1 - first] && w.phase(pull) == Some(Phase::Write));
+    let end = wrote(&mut w, pull, u32::try_from(second[0]).unwrap());
+    w.pushed(second[0], end);
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!((w.end_of(pull), w.p.closed.clone()), ("Delivered".into(), vec![(attempt(&fence, 1), Closing::Read)]));
+    assert!(w.is_quiet());
+}
+
+/// A consumer that gives up keeps its blocks lent until it has evidence; so does the producer keep its own.
+#[test]
+fn a_cancelled_push_ends_when_the_writers_have() {
+    let (mut w, fence, pull) = world();
+    let now = w.now;
+    w.d.session.cancel(pull, now);
+    w.carry(nothing);
+    assert_eq!((w.phase(pull), w.p.closed.len()), (Some(Phase::Stop), 0));
+    assert!(w.d.session.loans.lent().0 > 0 && w.p.session.loans.lent().1 > 0);
+    for rank in 0..4 {
+        assert_eq!(w.end_of(pull), "-");
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+        w.carry(nothing);
+    }
+    assert_eq!((w.end_of(pull), w.p.closed.clone()), ("Cancelled".into(), vec![(fence, Closing::Abandoned)]));
+    assert!(w.is_quiet());
+}
+
+/// FR-09: a time-out is no evidence. The blocks stay in quarantine, counted and named, until the writer is heard of.
+#[test]
+fn fr_09_writers_in_doubt_leave_their_blocks_in_quarantine() {
+    let (mut w, fence, pull) = world();
+    let id = w.p.pushes()[&0].push;
+    let now = w.now;
+    w.d.session.cancel(pull, now);
+    w.carry(nothing);
+    for rank in 0..3 {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.pass(3 * SECOND, nothing);
+    assert_eq!(
+        (w.end_of(pull), w.failed(pull).report.writers_in_doubt.clone()),
+        ("Cancelled".into(), vec![RankId::new(3)])
+    );
+    assert_eq!(w.p.closed, [(fence.clone(), Closing::Abandoned)]);
+    let quarantine = &w.d.session.snapshot(w.now).quarantine;
+    assert_eq!((quarantine.len(), &quarantine[0].writers), (1, &vec![RankId::new(3)]));
+    assert_eq!(w.d.session.quarantined(), quarantine[0].blocks);
+    // No other request is given them meanwhile, and time alone changes nothing.
+    w.pass(1000 * SECOND, nothing);
+    let next = w.offer(2, Ttl::Usual);
+    let other = w.push(&next);
+    assert_eq!(w.end_of(other), "Overlap");
+    // The rank says, late, that it has stopped: so its owner says.
+    w.pushed_as(3, id, Err(fault(Stage::Cancelled, false)));
+    w.carry(nothing);
+    assert_eq!(w.d.session.quarantined(), 0);
+    let again = w.push(&next);
+    assert_eq!(w.phase(again), Some(Phase::Write));
+}
+
+/// FR-05, RS-05: a producer's link is gone in the middle. What it wrote is asked for on the next one.
+#[test]
+fn fr_05_a_producer_that_vanishes_leaves_quarantine_until_it_is_met_again() {
+    let (mut w, fence, pull) = world();
+    w.cut();
+    assert_eq!((w.end_of(pull), w.failed(pull).report.writers_in_doubt.len()), ("Link".into(), 4));
+    // The producer stops its writers by itself, and keeps its blocks until they have.
+    assert_eq!((w.p.told(|m| matches!(m, ToRank::CancelPush(_))), w.p.closed.len()), (4, 0));
+    for rank in 0..4 {
+        w.pushed(rank, if rank == 1 { lost(true) } else { lost(false) });
+    }
+    w.carry(nothing);
+    assert_eq!(w.p.closed, [(fence, Closing::ConsumerLost)]);
+    assert!(w.d.session.quarantined() > 0);
+    // Any link to that engine will do.
+    let next = w.offer(2, Ttl::Usual);
+    let other = w.pull_as(PullWish { groups: other_dst_groups(9), ..push(&next) });
+    w.carry(nothing);
+    assert_eq!((w.count('d', "Stop"), w.count('p', "Stopped")), (1, 1));
+    let quarantine = w.d.session.snapshot(w.now).quarantine;
+    assert_eq!(quarantine[0].writers, [RankId::new(1)]);
+    // That rank begins another life: its former one writes no more.
+    let now = w.now;
+    w.p.session.rank_closed(w.p.rank_links[1], "killed", now);
+    w.carry(nothing);
+    w.p.rejoin(1, now);
+    w.carry(nothing);
+    w.stop(other);
+    w.pass(SECOND, nothing);
+    let last = w.offer(3, Ttl::Usual);
+    w.pull_as(PullWish { groups: other_dst_groups(10), ..push(&last) });
+    w.carry(nothing);
+    assert!(w.d.session.snapshot(w.now).quarantine.iter().all(|q| q.pull != pull));
+}
+
+/// A grant that is still on its way when its link is lost binds nothing any more once the consumer was told that nobody writes.
+#[test]
+fn a_grant_that_comes_after_its_stop_finds_nothing() {
+    let mut w = Pair::leased();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.pull_as(push(&fence));
+    w.carry(losing(&["PushBind"]));
+    let (late, old) = (w.kept.pop().unwrap(), w.links[0]);
+    // The consumer sees the link break, the producer does not yet.
+    let now = w.now;
+    w.d.session.link_closed(old.0, "cut", now);
+    w.links.clear();
+    w.d.take();
+    assert_eq!((w.end_of(pull), w.d.session.quarantined() > 0), ("Link".into(), true));
+    let next = w.offer(2, Ttl::Usual);
+    w.pull_as(PullWish { groups: other_dst_groups(9), ..push(&next) });
+    w.carry(nothing);
+    assert_eq!(w.d.session.quarantined(), 0, "nobody writes");
+    w.p.orders.clear();
+    w.p.session.peer_message(old.1, late.2, now);
+    w.p.take();
+    assert_eq!(w.p.pushes().len(), 0);
+    assert_eq!(w.p.closed, [(fence, Closing::Declined)]);
+}
+
+/// FR-15, PP: completion is a set of named senders.
+#[test]
+fn fr_15_ends_of_other_writers_are_no_evidence() {
+    let (mut w, fence, pull) = world();
+    let ours = w.links[0].0;
+    let say = |writers: &[u32]| {
+        let writers = writers.iter().map(|r| (RankId::new(*r), ended())).collect();
+        PeerMessage::Written(Box::new(Written { fence: fence.clone(), writers, groups: src_groups() }))
+    };
+    let now = w.now;
+    w.d.session.peer_message(ours, say(&[0, 1, 2, 2]), now);
+    w.carry(nothing);
+    assert_eq!((w.d.contradictions.len(), w.phase(pull)), (1, Some(Phase::Stop)));
+    assert!(w.d.contradictions[0].contains("RankId(3)"), "{:?}", w.d.contradictions);
+    for rank in 0..4 {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Contradiction");
+    assert!(w.is_quiet());
+}
+
+/// LS-05 the other way round: what the producer ends by itself is over when its writers are.
+#[test]
+fn a_withdrawn_push_tells_first_why_and_then_that_nobody_writes() {
+    for how in [Closing::Withdrawn, Closing::Expired] {
+        let (mut w, fence, pull) = world();
+        let now = w.now;
+        if how == Closing::Withdrawn {
+            assert!(w.p.session.withdraw(LeaseId::new(1), now));
+        } else {
+            w.now += 60 * SECOND;
+            let now = w.now;
+            w.p.session.step(now);
+        }
+        w.carry(nothing);
+        assert_eq!((w.phase(pull), w.p.closed.len(), w.count('p', "Closed")), (Some(Phase::Stop), 0, 1));
+        for rank in 0..4 {
+            w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+        }
+        w.carry(nothing);
+        assert!(matches!(&w.failed(pull).cause, FailureCause::LeaseClosed { how: told } if *told == how));
+        assert_eq!(w.p.closed, [(fence, how)]);
+        assert!(w.is_quiet());
+    }
+}
+
+/// A stream: what is final is told to whoever writes, what was final before the grant too.
+#[test]
+fn streams_are_told_to_their_writers() {
+    let mut w = Pair::leased();
+    let fence = w.announce(1);
+    let lease = LeaseId::new(1);
+    let (a, b) = (TokenRange::new(Tokens::ZERO, Tokens::new(16)), TokenRange::new(Tokens::new(16), Tokens::new(20)));
+    let now = w.now;
+    let items = [ItemId::new(0)];
+    w.p.session.region_ready(lease, Attempt::FIRST, &items, a, now).unwrap();
+    w.carry(nothing);
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::Ready(_))), 0, "nobody writes yet");
+    // It can't be pulled before it is sealed.
+    let early = w.pull_as(PullWish { groups: other_dst_groups(9), ..wish(&fence) });
+    w.carry(nothing);
+    assert!(matches!(&w.failed(early).cause, FailureCause::Refused(BindRefusal::NotSealed)));
+    let pull = w.push(&fence);
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::Ready(r) if r.tokens == a.end())), 4);
+    w.p.session.region_ready(lease, Attempt::FIRST, &items, b, now).unwrap();
+    w.carry(nothing);
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::Ready(r) if r.tokens == b.end())), 4);
+    // Each rank has written more; the least of them is told, and only when it grows.
+    let id = w.p.pushes()[&0].push;
+    for (rank, tokens) in [(0, 16), (1, 16), (2, 20), (3, 16), (0, 20), (0, 16)] {
+        let message = FromRank::PushProgress { push: id, tokens: Tokens::new(tokens) };
+        w.p.session.rank_message(w.p.rank_links[rank], message, now);
+        w.carry(nothing);
+    }
+    assert_eq!(w.d.progress, [(pull, Tokens::new(16))]);
+    w.p.session.seal(lease, Attempt::FIRST, src_groups(), now).unwrap();
+    w.carry(nothing);
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::Stream(s) if s.sealed)), 4);
+    w.all_written(pull);
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+    assert_eq!(w.p.told(|m| matches!(m, ToRank::StreamEnd(_))), 4);
+    assert!(w.is_quiet());
+}
+
+#[test]
+fn what_is_said_of_a_stream_must_join_what_was_said() {
+    let mut w = Pair::leased();
+    w.announce(1);
+    w.offer(2, Ttl::Usual);
+    let (lease, first, now) = (LeaseId::new(1), Attempt::FIRST, Duration::ZERO);
+    let to = |a, b| TokenRange::new(Tokens::new(a), Tokens::new(b));
+    let p = &mut w.p.session;
+    let ready = |p: &mut OwnerSession, lease, attempt, item, range| {
+        p.region_ready(lease, attempt, &[ItemId::new(item)], range, now)
+    };
+    assert!(matches!(ready(p, LeaseId::new(9), first, 0, to(0, 1)), Err(StreamError::Unknown { .. })));
+    assert!(matches!(ready(p, LeaseId::new(2), first, 0, to(0, 1)), Err(StreamError::NotStreamed { .. })));
+    assert!(matches!(ready(p, lease, Attempt::new(1), 0, to(0, 1)), Err(StreamError::WrongAttempt { .. })));
+    assert!(matches!(ready(p, lease, first, 99, to(0, 1)), Err(StreamError::UnknownItem { .. })));
+    assert!(matches!(ready(p, lease, first, 0, to(1, 2)), Err(StreamError::Gap { .. })));
+    assert!(matches!(ready(p, lease, first, 0, to(0, 1 << 20)), Err(StreamError::NotListed { .. })));
+    ready(p, lease, first, 0, to(0, 8)).unwrap();
+    assert!(matches!(ready(p, lease, first, 0, to(0, 8)), Err(StreamError::Gap { .. })));
+    // What is listed stays; another order of the same blocks is another list.
+    let other = other_src_groups(1);
+    assert!(matches!(p.extend(lease, first, other.clone(), now), Err(StreamError::Relisted { .. })));
+    assert!(matches!(p.seal(lease, first, other.clone(), now), Err(StreamError::Relisted { .. })));
+    assert_eq!(p.restart(lease, other, now), Ok(Attempt::new(1)));
+    assert!(matches!(ready(p, lease, first, 0, to(8, 9)), Err(StreamError::WrongAttempt { .. })));
+    ready(p, lease, Attempt::new(1), 0, to(0, 4)).unwrap();
+    p.seal(lease, Attempt::new(1), other_src_groups(1), now).unwrap();
+    assert!(matches!(p.restart(lease, src_groups(), now), Err(StreamError::Sealed { .. })));
+    assert!(matches!(ready(p, lease, Attempt::new(1), 0, to(4, 5)), Err(StreamError::Sealed { .. })));
+}
+
+/// A prefill that begins anew drains the writes of the run before; the consumer grants its room anew before the new run writes.
+#[test]
+fn a_restarted_prefill_drains_before_it_writes() {
+    let mut w = Pair::leased();
+    let fence = w.announce(1);
+    let (lease, now) = (LeaseId::new(1), Duration::ZERO);
+    let pull = w.push(&fence);
+    let old = w.p.pushes()[&0].push;
+    w.p.orders.clear();
+    let next = w.p.session.restart(lease, other_src_groups(3), now).unwrap();
+    w.carry(nothing);
+    assert_eq!((w.p.told(|m| matches!(m, ToRank::CancelPush(_))), w.p.pushes().len()), (4, 0));
+    assert!(w.p.session.loans.lent().1 > other_places(&w), "the blocks of both runs are lent");
+    for rank in 0..4 {
+        assert_eq!(w.p.pushes().len(), 0, "one of the run before may still write");
+        w.pushed_as(rank, old, Err(fault(Stage::Cancelled, false)));
+        w.carry(nothing);
+    }
+    assert_eq!((w.count('d', "PushBind"), w.p.pushes().len()), (2, 4));
+    assert!(w.p.pushes().values().all(|order| order.attempt == next));
+    w.p.session.seal(lease, next, other_src_groups(3), now).unwrap();
+    w.all_written(pull);
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!((w.end_of(pull), w.p.closed.clone()), ("Delivered".into(), vec![(attempt(&fence, 1), Closing::Read)]));
+    assert!(w.is_quiet());
+}
+
+/// The blocks of one run.
+fn other_places(w: &Pair) -> usize {
+    w.p.session.leases.shown() / 2
+}
+
+/// A writer of the run before is in doubt: what it may still write is where the new run would, so there is none.
+#[test]
+fn a_restart_with_a_writer_in_doubt_ends_the_lease() {
+    let mut w = Pair::leased();
+    let fence = w.announce(1);
+    let pull = w.push(&fence);
+    let now = w.now;
+    w.p.session.restart(LeaseId::new(1), src_groups(), now).unwrap();
+    for rank in 0..4 {
+        w.pushed(rank, lost(rank == 2));
+    }
+    w.carry(nothing);
+    assert_eq!((w.count('d', "PushBind"), w.p.closed.clone()), (1, vec![(fence, Closing::Withdrawn)]));
+    assert_eq!(w.failed(pull).report.writers_in_doubt, [RankId::new(2)]);
+    assert!(w.d.session.quarantined() > 0);
+}
+
+/// `reclaim_after` is off unless an engine vouches for it, and is told where it is used.
+#[test]
+fn quarantine_ends_by_time_only_where_the_engine_vouches_for_it() {
+    for reclaim_after in [None, Some(60 * SECOND)] {
+        let usual = |id, epoch, ranks| OwnerConfig { reclaim_after, ..config(id, epoch, ranks) };
+        let mut w = Pair::of(Side::with(usual("p", 1, 4)), Side::with(usual("d", 2, 2)));
+        let fence = w.offer(1, Ttl::Usual);
+        let pull = w.push(&fence);
+        w.cut();
+        w.pass(59 * SECOND, nothing);
+        assert!(w.d.session.quarantined() > 0 && w.d.reclaimed.is_empty());
+        let due = w.d.session.step(w.now);
+        w.pass(SECOND, nothing);
+        assert_eq!(w.d.session.quarantined() == 0, reclaim_after.is_some());
+        assert_eq!(w.d.reclaimed.first().map(|(id, _)| *id), reclaim_after.map(|_| pull));
+        assert!(reclaim_after.is_none() || due == Some(60 * SECOND));
+    }
+}
+
+/// What a stranger asks about an attempt of another life is not known.
+#[test]
+fn stops_of_other_lives_are_not_answered_by_guesses() {
+    let (mut w, fence, _) = world();
+    let theirs = w.links[0].1;
+    let now = w.now;
+    let mut ask = |fence: Fence| {
+        w.p.session.peer_message(theirs, PeerMessage::Stop(Stop { fence }), now);
+        w.p.take();
+        let said = w.p.to_peer.pop_back();
+        match said {
+            Some((_, PeerMessage::Stopped(Stopped { writers, .. }))) => Some(writers),
+            _ => None,
+        }
+    };
+    assert_eq!(ask(Fence { epoch: Epoch::new(99), ..fence.clone() }), Some(Stoppage::Unknown));
+    assert_eq!(ask(Fence { engine: EngineId::new("q").unwrap(), ..fence.clone() }), Some(Stoppage::Unknown));
+    assert_eq!(ask(Fence { lease: LeaseId::new(5), ..fence.clone() }), Some(Stoppage::All));
+    assert_eq!(ask(fence), None, "its writers have not ended");
+}
+
+#[test]
+fn owners_without_links_are_clean_afterwards() {
+    let (mut w, _, pull) = world();
+    w.all_written(pull);
+    w.carry(nothing);
+    w.read(pull);
+    w.carry(nothing);
+    w.cut();
+    assert!(is_clean(&w.p.session) && is_clean(&w.d.session));
+}
