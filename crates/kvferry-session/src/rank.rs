@@ -1,16 +1,21 @@
-//! One rank: reads what its owner orders, and digests what other ranks read from it.
+//! One rank: reads what its owner orders, writes what peers have granted room for, and digests what other ranks read from it.
 //!
 //! The session owns its [`Transport`]. Its driver hands it the owner's messages ([`RankSession::handle`]), calls
 //! [`RankSession::step`] whenever the transport wakes or time is up, and sends on what [`RankSession::next_message`] gives. Lanes
 //! to other ranks are connected when first needed and kept until the owner forgets the engine.
 //!
-//! What is read is cut into slices, which are posted by priority, deadline and equal shares of the engines, with no more in flight
-//! than an [`Admission`] lets. A slice that fails fails its request: nothing more of it is posted.
+//! What is read or written is cut into slices, which are posted by priority, deadline and equal shares of the engines, with no
+//! more in flight than an [`Admission`] lets. A slice that fails fails its order: nothing more of it is posted.
+//!
+//! What is written may still be being computed when the order comes: then the owner has said before that its lease is a *stream*,
+//! and says what of it is final ([`ToRank::Ready`]), or the driver does ([`RankSession::ready`]). It is written at once, and
+//! nothing else is. No slice is posted after the grant's time.
 //!
 //! Reads may be staged, here or at their source: then the session's driver also does the local permutations that
 //! [`RankSession::next_work`] gives, on whatever thread it likes, and says [`RankSession::work_done`].
 //!
-//! Every order ends with one [`FromRank::Pulled`], and not before everything that was posted for it has ended. Digests and
+//! Every order ends with one [`FromRank::Pulled`] or [`FromRank::Pushed`], and not before everything that was posted for it has
+//! ended. Digests and
 //! comparisons are done a slice at a time, for each engine that waits in turn; planning, zeroing a request's tail and connecting
 //! a lane are not cut.
 
@@ -19,7 +24,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::batch::{BoundedBatch, Side};
+use kvferry_geometry::batch::{BoundedBatch, BoundsError, Side};
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
@@ -39,11 +44,15 @@ mod compare;
 mod endpoint;
 mod gather;
 mod lanes;
+mod orders;
 mod pull;
+mod push;
+mod pushes;
 mod queue;
 mod reading;
 mod stage;
 mod staged;
+mod streams;
 #[cfg(test)]
 mod tests;
 
@@ -52,9 +61,12 @@ pub use admission::{Admission, AdmissionRefused};
 use endpoint::{Endpoint, Flight};
 use lanes::{Gate, Lanes};
 pub use lanes::{LaneReport, LaneStanding};
+use orders::{Order, fault};
 use pull::{Next, Pull, Source, Terms};
+use pushes::Pushes;
 pub use stage::{LocalWork, StagingConfig, StagingRefused, Way, WorkId};
 use staged::Staging;
+use streams::Streams;
 
 /// Bytes that are digested between two looks at the transport.
 const SLICE: u64 = 16 << 20;
@@ -108,10 +120,13 @@ pub struct RankSession {
     peers: BTreeMap<Digest, Known>,
     /// Boxed: a tree of large values moves them about.
     pulls: BTreeMap<PullId, Box<Pull>>,
+    pushes: Pushes,
+    /// What of ours is still being computed.
+    streams: Streams,
     /// Slices that wait to be posted.
     queue: Queue,
-    /// Requests of which nothing was posted yet, by when they are late.
-    unposted: BTreeSet<(Duration, PullId)>,
+    /// Pulls of which nothing was posted yet and pushes of which something is left, by when they are late.
+    unposted: BTreeSet<(Duration, Order)>,
     /// Digest orders by the engine that waits for them; each engine in turn gets a slice.
     jobs: VecDeque<(Digest, VecDeque<Job>)>,
     zeros: Option<ZeroPlan>,
@@ -139,6 +154,8 @@ impl RankSession {
             standing: Standing::Joining,
             peers: BTreeMap::new(),
             pulls: BTreeMap::new(),
+            pushes: Pushes::default(),
+            streams: Streams::new(),
             queue: Queue::new(Admission::default()),
             unposted: BTreeSet::new(),
             jobs: VecDeque::new(),
@@ -185,14 +202,15 @@ impl RankSession {
             ToRank::Forget(digest) => self.forget(digest),
             ToRank::Pull(order) => self.start_pull(&order),
             ToRank::Cancel(pull) => {
-                let fault = RankFault {
-                    stage: Stage::Cancelled,
-                    text: "the owner gave the request up".into(),
-                    in_doubt: false,
-                    bad: Vec::new(),
-                };
-                self.fail(pull, fault);
+                self.fail(pull, fault(Stage::Cancelled, "the owner gave the request up"));
             }
+            ToRank::Push(order) => self.start_push(*order),
+            ToRank::CancelPush(push) => self.cancel_push(push),
+            ToRank::Stream(stream) => self.on_stream(stream),
+            ToRank::Ready(ready) => {
+                self.on_ready(&ready);
+            }
+            ToRank::StreamEnd(lease) => self.end_stream(lease),
             ToRank::Digest(order) => self.start_digest(order),
             ToRank::CancelDigest(ticket) => {
                 for (_, jobs) in &mut self.jobs {
@@ -263,18 +281,28 @@ impl RankSession {
     }
 
     fn on_completed(&mut self, op: OpId, peer: PeerId, outcome: &Outcome) {
-        let Some(Flight { pull: id, src, engine, bytes }) = self.end.ops.remove(&op) else { return };
+        let Some(Flight { order, other, engine, bytes }) = self.end.ops.remove(&op) else { return };
         self.queue.ended(&engine, bytes);
         self.end.full = false;
-        if let Some(pull) = self.pulls.get_mut(&id) {
-            let said = match outcome {
-                Outcome::Done(_) => self.end.transport.peer(peer).map_or(String::new(), |info| lanes::text(&info.lane)),
-                // We did it, for a reason.
-                Outcome::Failed(e @ TransferError::Disconnected) => self.lanes.lost(peer).unwrap_or(e.to_string()),
-                Outcome::Failed(e) | Outcome::InDoubt(e) => e.to_string(),
-            };
-            let next = pull.on_completed((src, op), outcome, said, self.now);
-            self.go_on(id, next);
+        let said = match outcome {
+            Outcome::Done(_) => self.end.transport.peer(peer).map_or(String::new(), |info| lanes::text(&info.lane)),
+            // We did it, for a reason.
+            Outcome::Failed(e @ TransferError::Disconnected) => self.lanes.lost(peer).unwrap_or(e.to_string()),
+            Outcome::Failed(e) | Outcome::InDoubt(e) => e.to_string(),
+        };
+        match order {
+            Order::Pull(id) => {
+                if let Some(pull) = self.pulls.get_mut(&id) {
+                    let next = pull.on_completed((other, op), outcome, said, self.now);
+                    self.go_on(id, next);
+                }
+            }
+            Order::Push(id) => {
+                if let Some(push) = self.pushes.get_mut(id) {
+                    let next = push.on_completed((other, op), outcome, said, self.now);
+                    self.go_on_push(id, next);
+                }
+            }
         }
         if let Outcome::Failed(error @ TransferError::Stale { .. }) = outcome {
             // So is all that goes over this lane, for it goes by the blob that it was made by.
@@ -297,8 +325,7 @@ impl RankSession {
 
     /// Everything that can be refused is refused here, before the first byte moves.
     fn plan(&mut self, order: &PullOrder) -> Result<Pull, RankFault> {
-        let fault = |stage, text: String| RankFault { stage, text, in_doubt: false, bad: Vec::new() };
-        let refuse = |text: &str| fault(Stage::Plan, text.into());
+        let refuse = |text: &str| fault(Stage::Plan, text);
         let unfit = |e: &dyn std::fmt::Display| fault(Stage::Plan, e.to_string());
         let Standing::Member(engine) = &self.standing else { return Err(refuse("the engine is not complete")) };
         if self.pulls.contains_key(&order.pull) {
@@ -319,13 +346,16 @@ impl RankSession {
         }
         let mut sources = BTreeMap::new();
         for (src, before, batch) in batches {
-            let unbound =
-                |e: kvferry_geometry::batch::BoundsError| fault(Stage::Plan, format!("source rank {src}: {e}"));
+            let other = Order::Pull(order.pull).other(src);
+            let unbound = |e: BoundsError| other.fault(Stage::Plan, e);
             let source = if batch.is_empty() {
                 Source::nothing(Arc::new(batch.check(&[], &[]).map_err(unbound)?))
+            } else if order.written {
+                let batch = batch.check(&peer.cache().region_lens(src), &self.cache.lens()).map_err(unbound)?;
+                Source::written(Arc::new(batch), before)
             } else {
-                let lane = self.lane(pairing.peer, src, &peer)?;
-                let connect = |text: String| fault(Stage::Connect, format!("source rank {src}: {text}"));
+                let connect = |text: String| other.fault(Stage::Connect, text);
+                let lane = self.lane(pairing.peer, src, &peer).map_err(connect)?;
                 if let Gate::Refused(why) = self.lanes.gate(lane) {
                     return Err(connect(why));
                 }
@@ -348,7 +378,7 @@ impl RankSession {
             priority: order.priority,
             deadline: order.deadline.map(|left| self.now.saturating_add(left)),
         };
-        Ok(Pull::new(terms, request, order.request.dst.clone(), self.now, sources))
+        Ok(Pull::new(order.pull, terms, request, order.request.dst.clone(), self.now, sources))
     }
 
     /// The pull has failed: nothing more is posted, what is in flight is asked to stop.
@@ -356,6 +386,13 @@ impl RankSession {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
         let next = pull.fail(fault);
         self.go_on(id, next);
+    }
+
+    fn fail_order(&mut self, order: Order, fault: RankFault) {
+        match order {
+            Order::Pull(id) => self.fail(id, fault),
+            Order::Push(id) => self.fail_push(id, fault),
+        }
     }
 
     fn go_on(&mut self, id: PullId, next: Next) {
@@ -368,7 +405,7 @@ impl RankSession {
             }
         }
         if self.pulls.get(&id).is_some_and(|p| p.has_failed()) {
-            self.dequeue(id);
+            self.dequeue(Order::Pull(id));
         }
         match next {
             Next::Wait => {}
@@ -385,7 +422,7 @@ impl RankSession {
                 }
             }
             Next::End(result) => {
-                self.dequeue(id);
+                self.dequeue(Order::Pull(id));
                 self.pulls.remove(&id);
                 self.out.push_back(FromRank::Pulled { pull: id, result });
             }
@@ -396,7 +433,7 @@ impl RankSession {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
         let next = match zero(self.zeros.as_ref(), &pull.request, self.cache.regions()) {
             Ok(bytes) => pull.compare(bytes, self.now),
-            Err(text) => pull.fail(RankFault { stage: Stage::Zero, text, in_doubt: false, bad: Vec::new() }),
+            Err(text) => pull.fail(fault(Stage::Zero, text)),
         };
         self.go_on(id, next);
     }
@@ -470,9 +507,11 @@ impl RankSession {
     fn forget(&mut self, digest: Digest) {
         self.jobs.retain(|(peer, _)| *peer != digest);
         let Some(known) = self.peers.remove(&digest) else { return };
+        self.fail_pushes_to(digest);
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
             if !shared {
+                self.fail_unposted(lane, "the engine was forgotten");
                 self.lanes.leave(lane);
                 self.end.disconnect(lane);
             }
@@ -504,8 +543,10 @@ impl std::fmt::Debug for RankSession {
         let (engine, rank) = (&self.who.engine, self.who.rank);
         write!(
             f,
-            "RankSession({engine} rank {rank}, {} pulls, {} digests)",
+            "RankSession({engine} rank {rank}, {} pulls, {} pushes of {} streams, {} digests)",
             self.pulls.len(),
+            self.pushes.len(),
+            self.streams.len(),
             self.jobs.iter().map(|(_, jobs)| jobs.len()).sum::<usize>()
         )
     }

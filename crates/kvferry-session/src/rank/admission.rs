@@ -1,6 +1,6 @@
-//! Whose read is posted next, and whether it may be now.
+//! Whose read or write is posted next, and whether it may be now.
 //!
-//! Each source of a request waits here with the size of its next slice. [`Queue::pick`] names the one to post: of the highest
+//! Each source of a request, and each destination of one, waits here with the size of its next slice. [`Queue::pick`] names the one to post: of the highest
 //! priority that anything waits in; there, of the engine that has had the fewest bytes, so that engines that keep
 //! waiting get equal shares; of that engine's requests by turns the one whose deadline comes first and the one that has had
 //! the fewest bytes, so that a long request with an early deadline holds none up for longer than a few slices. A higher
@@ -19,16 +19,17 @@ use std::time::Duration;
 
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_proto::names::EngineId;
-use kvferry_proto::rank::PullId;
 
-/// How a rank's reads are cut, and how much of them is in flight at most. None of it may be 0.
+use super::orders::Order;
+
+/// How a rank's reads and writes are cut, and how much of them is in flight at most. None of it may be 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Admission {
     /// The most bytes of one operation. Smaller slices let others come between sooner, and cost more operations. Default 8 MiB.
     pub slice: Bytes,
-    /// The most bytes in flight from one engine. Default 64 MiB.
+    /// The most bytes in flight from and to one engine. Default 64 MiB.
     pub peer_bytes: Bytes,
-    /// The most operations in flight from one engine. Default 64.
+    /// The most operations in flight from and to one engine. Default 64.
     pub peer_ops: u32,
     /// The most bytes in flight in all. Default 256 MiB.
     pub bytes: Bytes,
@@ -43,9 +44,9 @@ impl Default for Admission {
     }
 }
 
-/// An admission under which nothing could ever be read.
+/// An admission under which nothing could ever be read or written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("the admission's `{limit}` is 0, so nothing could ever be read; let it be at least 1")]
+#[error("the admission's `{limit}` is 0, so nothing could ever be read or written; let it be at least 1")]
 #[non_exhaustive]
 pub struct AdmissionRefused {
     /// The field.
@@ -53,7 +54,7 @@ pub struct AdmissionRefused {
 }
 
 impl Admission {
-    /// Whether something can be read under it.
+    /// Whether something can be read and written under it.
     ///
     /// # Errors
     /// The first field that is 0.
@@ -68,16 +69,16 @@ impl Admission {
         all.into_iter().find(|(_, n)| *n == 0).map_or(Ok(()), |(limit, _)| Err(AdmissionRefused { limit }))
     }
 
-    /// Into what reads are cut: no slice is larger than a limit.
+    /// Into what reads and writes are cut: no slice is larger than a limit.
     pub(super) fn cut(&self) -> Bytes {
         self.slice.min(self.peer_bytes).min(self.bytes)
     }
 }
 
-/// One source of a request.
-pub(super) type Key = (PullId, RankId);
+/// One source or destination of an order.
+pub(super) type Key = (Order, RankId);
 
-/// What waits: the slices of one source, of which the next one's size is known.
+/// What waits: the slices of one source or destination, of which the next one's size is known.
 #[derive(Clone, Debug)]
 pub(super) struct Wanted {
     pub(super) peer: EngineId,
@@ -156,7 +157,7 @@ impl Queue {
         Bytes::new(self.all.bytes)
     }
 
-    /// A source's slices wait from now on. One that waits already is not taken twice.
+    /// Somebody's slices wait from now on. One that waits already is not taken twice.
     pub(super) fn push(&mut self, key: Key, wanted: Wanted) {
         if self.waiting.contains_key(&key) {
             return;
@@ -209,7 +210,7 @@ impl Queue {
         }
     }
 
-    /// A source's slices don't wait any more.
+    /// Somebody's slices don't wait any more.
     pub(super) fn remove(&mut self, key: Key) {
         let Some((level, peer, number)) = self.waiting.remove(&key) else { return };
         if let Some(of_level) = self.levels.get_mut(&level) {
@@ -220,9 +221,9 @@ impl Queue {
         }
     }
 
-    /// Nor do those of all sources of a request.
-    pub(super) fn remove_pull(&mut self, id: PullId) {
-        let all = (id, RankId::ZERO)..=(id, RankId::new(u32::MAX));
+    /// Nor do those of all ranks of an order.
+    pub(super) fn remove_order(&mut self, order: Order) {
+        let all = (order, RankId::ZERO)..=(order, RankId::new(u32::MAX));
         while let Some((&key, _)) = self.waiting.range(all.clone()).next() {
             self.remove(key);
         }

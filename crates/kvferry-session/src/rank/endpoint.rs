@@ -5,21 +5,23 @@ use std::time::Duration;
 
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_proto::names::EngineId;
-use kvferry_proto::rank::PullId;
 use kvferry_transport::{ConnectError, Event, OpId, PeerId, Submission, SubmitError, Transport};
+
+use super::orders::Order;
 
 /// A slice in flight.
 pub(super) struct Flight {
-    pub(super) pull: PullId,
-    pub(super) src: RankId,
-    /// The source's engine.
+    pub(super) order: Order,
+    /// The source or destination.
+    pub(super) other: RankId,
+    /// Its engine.
     pub(super) engine: EngineId,
     pub(super) bytes: Bytes,
 }
 
 pub(super) struct Endpoint {
     pub(super) transport: Box<dyn Transport>,
-    /// Reads in flight.
+    /// Reads and writes in flight.
     pub(super) ops: BTreeMap<OpId, Flight>,
     /// Whether the transport's queue was full, and nothing has ended since.
     pub(super) full: bool,

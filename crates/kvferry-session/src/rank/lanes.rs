@@ -1,4 +1,4 @@
-//! The lanes to producers' ranks: how each stands, and whether it may carry anything.
+//! The lanes to ranks of other engines: how each stands, and whether it may carry anything.
 //!
 //! Nothing is posted on a lane before it is up; then it is checked, if a [`Policy`] requires something. Where it asks for a least
 //! rate, the lane is probed: a few reads of the peer's memory into scratch memory that no peer is told of, one lane after the
@@ -15,14 +15,14 @@ use kvferry_geometry::digest::Digest;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::EngineId;
-use kvferry_proto::rank::{PullId, RankFault, Stage};
+use kvferry_proto::rank::Stage;
 use kvferry_transport::preflight::{Policy, Probe, ProbeError, ProbeOptions, Report};
 use kvferry_transport::{
     ConnectError, EndpointId, Event, Lane, Measured, OpId, PeerId, PeerInfo, Region, TransferError,
 };
 
 use super::RankSession;
-use super::pull::SourceState;
+use super::orders::Order;
 use crate::cache::CacheError;
 
 /// Bytes of scratch memory: room for what a probe has in flight.
@@ -246,26 +246,25 @@ impl RankSession {
         self.lanes.revision
     }
 
-    /// The lane to a producer's rank, connected now if there is none.
+    /// The lane to another engine's rank, connected now if there is none; or in words, why there is none.
     ///
     /// One that exists may be taken for it only if it was made to the same rank of an engine of that name, by the same blob: an
-    /// endpoint's id is what a peer says it is, and two ranks with equal layouts could be read in each other's place.
-    pub(super) fn lane(&mut self, peer: Digest, src: RankId, manifest: &EngineManifest) -> Result<PeerId, RankFault> {
-        let fault = |text: String| RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() };
-        let known = self.peers.get(&peer).ok_or_else(|| fault("the engine was forgotten".into()))?;
-        if let Some(lane) = known.lanes.get(&src) {
+    /// endpoint's id is what a peer says it is, and two ranks with equal layouts could be read or written in each other's place.
+    pub(super) fn lane(&mut self, peer: Digest, rank: RankId, manifest: &EngineManifest) -> Result<PeerId, String> {
+        let known = self.peers.get(&peer).ok_or("the engine was forgotten")?;
+        if let Some(lane) = known.lanes.get(&rank) {
             return Ok(*lane);
         }
-        let contact = manifest.contact(src).ok_or_else(|| fault(format!("the engine has no rank {src}")))?;
+        let contact = manifest.contact(rank).ok_or_else(|| format!("the engine has no rank {rank}"))?;
         let engine = manifest.engine();
-        let unable = |e: &dyn std::fmt::Display| fault(format!("source rank {src}: {e}"));
+        let unable = |e: &dyn std::fmt::Display| e.to_string();
         let (lane, is_new) = match self.end.connect(&contact.blob) {
             Ok(lane) => (lane, true),
             Err(ConnectError::AlreadyConnected { endpoint, peer: lane }) => {
                 match self.lanes.known.get(&lane).filter(|k| !k.standing.is_past()) {
-                    Some(k) if k.engine == *engine && k.rank == src && k.blob == contact.blob => (lane, false),
+                    Some(k) if k.engine == *engine && k.rank == rank && k.blob == contact.blob => (lane, false),
                     // Its engine has made its regions anew at the same endpoint.
-                    Some(k) if k.engine == *engine && k.rank == src => {
+                    Some(k) if k.engine == *engine && k.rank == rank => {
                         self.leave_lane(lane, "the rank is reached by another blob now".into());
                         (self.end.connect(&contact.blob).map_err(|e| unable(&e))?, true)
                     }
@@ -273,10 +272,10 @@ impl RankSession {
                         let whose = other.map_or("nobody that is known".into(), |k| {
                             format!("rank {} of engine {}", k.rank, k.engine)
                         });
-                        return Err(unable(&format_args!(
-                            "rank {src} of engine {engine} names the endpoint {endpoint}, which is connected already as that of \
+                        return Err(format!(
+                            "rank {rank} of engine {engine} names the endpoint {endpoint}, which is connected already as that of \
                              {whose}; give each rank of each engine an endpoint id of its own"
-                        )));
+                        ));
                     }
                 }
             }
@@ -284,10 +283,10 @@ impl RankSession {
         };
         if is_new {
             let info = self.end.transport.peer(lane).map_err(|e| unable(&e))?;
-            self.lanes.add(lane, (engine, src), &contact.blob, info);
+            self.lanes.add(lane, (engine, rank), &contact.blob, info);
         }
         if let Some(known) = self.peers.get_mut(&peer) {
-            known.lanes.insert(src, lane);
+            known.lanes.insert(rank, lane);
         }
         Ok(lane)
     }
@@ -328,21 +327,13 @@ impl RankSession {
         self.fail_unposted(peer, &text);
     }
 
-    /// Fails the requests that would still use a lane.
-    fn fail_unposted(&mut self, peer: PeerId, why: &str) {
-        let uses = |state: &SourceState| match state {
-            SourceState::Waiting(lane) | SourceState::Asking { lane, .. } | SourceState::Queued(lane, _) => {
-                *lane == peer
-            }
-            SourceState::Reading(reading) => reading.next().is_some() && reading.lane() == peer,
-            _ => false,
-        };
-        let pulls = self.pulls.iter();
-        let failed: Vec<(PullId, RankId)> =
-            pulls.filter_map(|(&id, p)| Some((id, *p.sources.iter().find(|(_, s)| uses(&s.state))?.0))).collect();
-        for (id, src) in failed {
-            let text = format!("source rank {src}: {why}");
-            self.fail(id, RankFault { stage: Stage::Connect, text, in_doubt: false, bad: Vec::new() });
+    /// Fails the orders that would still use a lane.
+    pub(super) fn fail_unposted(&mut self, peer: PeerId, why: &str) {
+        let pulls = self.pulls.iter().filter_map(|(&id, p)| Some((Order::Pull(id), p.still_uses(peer)?)));
+        let pushes = self.pushes.iter().filter_map(|(id, p)| Some((Order::Push(id), p.still_uses(peer)?)));
+        let failed: Vec<(Order, RankId)> = pulls.chain(pushes).collect();
+        for (order, rank) in failed {
+            self.fail_order(order, order.other(rank).fault(Stage::Connect, why));
         }
     }
 

@@ -11,11 +11,12 @@ use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::names::EngineId;
 use kvferry_proto::peer::{NotGathered, PieceDigest, Window};
-use kvferry_proto::rank::{Assurance, BadBlock, RankFault, RankReport, SourceReport, Stage};
+use kvferry_proto::rank::{Assurance, BadBlock, PullId, RankFault, RankReport, SourceReport, Stage};
 use kvferry_transport::{OpId, Outcome, PeerId, Region};
 
 use super::admission::Wanted;
 use super::compare::{Compare, Progress};
+use super::orders::{Faults, Order, fault_of};
 use super::reading::Reading;
 use super::stage::Steps;
 use crate::staging::Segment;
@@ -120,6 +121,13 @@ impl Source {
         self.steps.as_ref().is_some_and(|s| s.place == Place::Destination)
     }
 
+    /// One whose rank has written the bytes here.
+    pub(super) fn written(batch: Arc<BoundedBatch>, before: u64) -> Self {
+        let (after, rows) = (batch.batch().descriptors(), batch.batch().rows());
+        let state = SourceState::Read { took: Duration::ZERO };
+        Self { state, batch, steps: None, before, after, rows, carried: String::new() }
+    }
+
     /// A named source of which this request needs nothing.
     pub(super) fn nothing(batch: Arc<BoundedBatch>) -> Self {
         let state = SourceState::Read { took: Duration::ZERO };
@@ -140,6 +148,7 @@ pub(super) struct Terms {
 
 #[derive(Debug)]
 pub(super) struct Pull {
+    order: Order,
     terms: Terms,
     pub(super) request: BoundRequest,
     /// The request's groups at the destination.
@@ -149,7 +158,7 @@ pub(super) struct Pull {
     posted: Option<Duration>,
     slices: u32,
     pub(super) sources: BTreeMap<RankId, Source>,
-    fault: Option<RankFault>,
+    faults: Faults,
     zeroed: Bytes,
     bad: Vec<BadBlock>,
     /// Segments that nothing touches any more.
@@ -162,6 +171,7 @@ pub(super) struct Pull {
 
 impl Pull {
     pub(super) fn new(
+        id: PullId,
         terms: Terms,
         request: BoundRequest,
         written: Vec<DstGroup>,
@@ -169,6 +179,7 @@ impl Pull {
         sources: BTreeMap<RankId, Source>,
     ) -> Self {
         Self {
+            order: Order::Pull(id),
             terms,
             request,
             written,
@@ -176,7 +187,7 @@ impl Pull {
             posted: None,
             slices: 0,
             sources,
-            fault: None,
+            faults: Faults::default(),
             zeroed: Bytes::ZERO,
             bad: Vec::new(),
             freed: Vec::new(),
@@ -187,7 +198,7 @@ impl Pull {
 
     /// Whether a source waits for its lane.
     pub(super) fn has_queued(&self) -> bool {
-        self.fault.is_none() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(..)))
+        !self.faults.is_some() && self.sources.values().any(|s| matches!(s.state, SourceState::Queued(..)))
     }
 
     /// When nobody waits for it any more.
@@ -203,7 +214,19 @@ impl Pull {
 
     /// Whether it has failed, and only waits for what is in flight.
     pub(super) fn has_failed(&self) -> bool {
-        self.fault.is_some()
+        self.faults.is_some()
+    }
+
+    /// The source that will be read over a lane, if there is one.
+    pub(super) fn still_uses(&self, peer: PeerId) -> Option<RankId> {
+        let uses = |state: &SourceState| match state {
+            SourceState::Waiting(lane) | SourceState::Asking { lane, .. } | SourceState::Queued(lane, _) => {
+                *lane == peer
+            }
+            SourceState::Reading(reading) => reading.next().is_some() && reading.lane() == peer,
+            _ => false,
+        };
+        self.sources.iter().find(|(_, s)| uses(&s.state)).map(|(&src, _)| src)
     }
 
     /// How long nothing of it was posted.
@@ -260,21 +283,16 @@ impl Pull {
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
         let SourceState::Reading(reading) = &mut source.state else { return Next::Wait };
         reading.on_completed(op, outcome);
-        let in_doubt = match outcome {
-            Outcome::Done(_) => {
-                source.carried = said;
-                return self.after_slice(src, now);
-            }
-            Outcome::Failed(_) => false,
-            Outcome::InDoubt(_) => true,
-        };
-        let text = format!("source rank {src}: {said}");
-        self.fail(RankFault { stage: Stage::Read, text, in_doubt, bad: Vec::new() })
+        if let Some(fault) = fault_of(outcome, Stage::Read, self.order.other(src), &said) {
+            return self.fail(fault);
+        }
+        source.carried = said;
+        self.after_slice(src, now)
     }
 
     /// A slice of a source is done: so is the source, if it was the last.
     fn after_slice(&mut self, src: RankId, now: Duration) -> Next {
-        if self.fault.is_some() {
+        if self.faults.is_some() {
             return self.stop();
         }
         let Some(source) = self.sources.get_mut(&src) else { return Next::Wait };
@@ -361,20 +379,19 @@ impl Pull {
     /// Goes on when nothing is in flight or queued any more.
     pub(super) fn after_reads(&mut self) -> Next {
         let waiting = |s: &Source| s.state.is_under_way();
-        match &self.fault {
-            None if self.sources.values().any(waiting) => Next::Wait,
-            None if self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. })) => Next::AllRead,
-            None => Next::Wait,
-            Some(_) => self.stop(),
+        if self.faults.is_some() {
+            return self.stop();
         }
+        if self.sources.values().any(waiting) {
+            return Next::Wait;
+        }
+        let all = self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. }));
+        if all { Next::AllRead } else { Next::Wait }
     }
 
-    /// The first fault is the one that is told; doubt adds up. Ends when nothing is in flight.
+    /// Ends when nothing is in flight.
     pub(super) fn fail(&mut self, fault: RankFault) -> Next {
-        match &mut self.fault {
-            Some(first) => first.in_doubt |= fault.in_doubt,
-            None => self.fault = Some(fault),
-        }
+        self.faults.add(fault);
         self.stop()
     }
 
@@ -414,10 +431,7 @@ impl Pull {
         if busy {
             return Next::Wait;
         }
-        match self.fault.take() {
-            Some(fault) => Next::End(Err(fault)),
-            None => Next::Wait,
-        }
+        self.faults.told().map_or(Next::Wait, |fault| Next::End(Err(fault)))
     }
 
     /// All is read and zeroed: compares, or ends.

@@ -1,4 +1,4 @@
-//! One source that is being read, slice by slice.
+//! What is read from one source, or is one piece of what is written to one destination, slice by slice.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use kvferry_geometry::batch::{BoundedBatch, Slices};
 use kvferry_geometry::units::Bytes;
 use kvferry_transport::{OpId, Outcome, PeerId};
 
-/// The slices of one source: the next to be posted, those in flight, and how those that have ended did.
+/// Slices over one lane: the next to be posted, those in flight, and how those that have ended did.
 #[derive(Debug)]
 pub(super) struct Reading {
     lane: PeerId,
@@ -68,6 +68,11 @@ impl Reading {
         self.ops.insert(op);
         self.since.get_or_insert(now);
         self.next = self.rest.next();
+    }
+
+    /// Whether this operation is one of those in flight.
+    pub(super) fn holds(&self, op: OpId) -> bool {
+        self.ops.contains(&op)
     }
 
     pub(super) fn on_completed(&mut self, op: OpId, outcome: &Outcome) {

@@ -4,6 +4,9 @@ use std::collections::VecDeque;
 
 use kvferry_transport::conformance::sample::Rng;
 
+use kvferry_proto::push::PushId;
+use kvferry_proto::rank::PullId;
+
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -13,7 +16,13 @@ fn peer(n: u64) -> EngineId {
 }
 
 fn key(n: u64) -> Key {
-    (PullId(n), RankId::new(0))
+    (Order::Pull(PullId(n)), RankId::new(0))
+}
+
+fn number(order: Order) -> u64 {
+    match order {
+        Order::Pull(PullId(n)) | Order::Push(PushId(n)) => n,
+    }
 }
 
 /// Of engine `of`, in the middle of priorities, without a deadline.
@@ -91,9 +100,9 @@ fn outcome(state: State, event: Event) -> (u64, usize, u64) {
             }
         }
         Event::Ends(n) => queue.ended(&peer(n), Bytes::new(8)),
-        Event::Remove(n) => queue.remove_pull(PullId(n)),
+        Event::Remove(n) => queue.remove_order(Order::Pull(PullId(n))),
     }
-    (queue.pick().map_or(0, |(id, _)| id.0), queue.waiting.len(), queue.in_flight().get())
+    (queue.pick().map_or(0, |(order, _)| number(order)), queue.waiting.len(), queue.in_flight().get())
 }
 
 #[test]
@@ -173,7 +182,7 @@ impl World {
         let bytes = left.min(self.slice);
         self.flying.push_back((of, bytes));
         *self.served.entry(of).or_default() += bytes;
-        self.log.push(next.0.0);
+        self.log.push(number(next.0));
         if left == bytes {
             self.left.remove(&next);
             self.queue.posted(next, None);

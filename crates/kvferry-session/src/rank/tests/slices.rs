@@ -44,7 +44,7 @@ fn steps(w: &mut World, times: usize) -> Vec<(u64, Result<RankReport, RankFault>
 }
 
 fn flying(w: &World, pull: u64) -> usize {
-    w.d.end.ops.values().filter(|f| f.pull == PullId(pull)).count()
+    w.d.end.ops.values().filter(|f| f.order == Order::Pull(PullId(pull))).count()
 }
 
 #[test]
