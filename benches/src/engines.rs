@@ -13,7 +13,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::Assurance;
-use kvferry_session::owner::{Effect, LinkId, PullWish, RankLinkId, USUAL_PRIORITY};
+use kvferry_session::owner::{Effect, LinkId, Mode, PullWish, RankLinkId, USUAL_PRIORITY};
 use kvferry_session::rank::RankIdentity;
 use kvferry_session::{LocalCache, OwnerConfig, OwnerSession, RankSession, Ttl};
 use kvferry_transport::mem::MemNetwork;
@@ -115,6 +115,7 @@ impl Engine {
             deadline: Duration::from_secs(60),
             priority: USUAL_PRIORITY,
             attempts: 1,
+            mode: Mode::Pull,
         };
         self.owner.pull(wish, now);
     }
@@ -122,26 +123,22 @@ impl Engine {
     /// Ranks do what there is to do, and the owner's effects are carried out; false if there was nothing.
     fn turn(&mut self, now: Duration) -> bool {
         let mut any = false;
+        let (mut reports, mut orders) = (Vec::new(), Vec::new());
         let began = thread_cpu();
         for (rank, link) in self.ranks.iter_mut().zip(&self.links) {
             // There is more to do at once.
             any |= rank.step(now).is_some_and(|next| next <= now);
-            while let Some(message) = rank.next_message() {
-                any = true;
-                self.owner.rank_message(*link, message, now);
-            }
+            reports.extend(std::iter::from_fn(|| rank.next_message()).map(|message| (*link, message)));
         }
-        let ranks = thread_cpu().saturating_sub(began);
+        let stepped = thread_cpu();
+        any |= !reports.is_empty();
+        reports.into_iter().for_each(|(link, message)| self.owner.rank_message(link, message, now));
         while let Some(effect) = self.owner.next_effect() {
             any = true;
             match effect {
                 Effect::Connect { link, .. } => self.connects.push(link),
                 Effect::SendPeer { message, .. } => self.said.push_back(message),
-                Effect::SendRank { link, message } => {
-                    if let Some(rank) = self.links.iter().position(|l| *l == link) {
-                        self.ranks[rank].handle(message, now);
-                    }
-                }
+                Effect::SendRank { link, message } => orders.push((link, message)),
                 Effect::PullEnded { result, .. } => match *result {
                     Ok(_) => self.ended.0 += 1,
                     Err(failed) => {
@@ -152,8 +149,14 @@ impl Engine {
                 _ => {}
             }
         }
-        self.spent.1 += ranks;
-        self.spent.0 += thread_cpu().saturating_sub(began).saturating_sub(ranks);
+        let said = thread_cpu();
+        for (link, message) in orders {
+            if let Some(rank) = self.links.iter().position(|l| *l == link) {
+                self.ranks[rank].handle(message, now);
+            }
+        }
+        self.spent.0 += said.saturating_sub(stepped);
+        self.spent.1 += stepped.saturating_sub(began) + thread_cpu().saturating_sub(said);
         any
     }
 }

@@ -11,10 +11,9 @@
 //! `KVFERRY_BENCH_BESIDE_MIB` the length of the long request (default 4096). System calls are counted with `perf` where it may.
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a benchmark")]
 
-use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -26,7 +25,7 @@ use kvferry_benches::engines::{listed, shape, wanted};
 use kvferry_benches::instant::Instant as InstantTransport;
 use kvferry_benches::measure::{cpu, median, number, quantile};
 use kvferry_transport::{Region, Transport};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::runtime::Handle;
 
 mod fair;
 mod peers;
@@ -35,6 +34,8 @@ const KEY: ContentKey = ContentKey::from_bytes([7; 32]);
 /// Requests under way at the limit, and blocks of one.
 const WINDOW: usize = 512;
 const BLOCKS: usize = 3;
+/// How often it is looked which requests are due, at a rate.
+const TICK: Duration = Duration::from_micros(200);
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -46,7 +47,8 @@ fn main() {
     let only = std::env::var("KVFERRY_BENCH_ONLY").unwrap_or_default();
     let wanted = |part: &str| only.is_empty() || only.split(',').any(|o| o == part);
     if wanted("requests") {
-        runtime.block_on(requests());
+        // On a worker: what another thread begins has to be handed over.
+        runtime.block_on(async { tokio::spawn(requests()).await.unwrap() });
     }
     if wanted("peers") {
         runtime.block_on(peers::run());
@@ -177,51 +179,117 @@ async fn requests() {
     println!();
 }
 
-/// Requests in one process: as many as there are places for, or at a rate.
+/// Requests in one process: as many as there are places for, each place one after the other, or at a rate.
 async fn in_process(p: &Arc<Engine>, d: &Arc<Engine>, rate: Option<f64>, time: Duration) -> Run {
-    let (slots, latency) = (Arc::new(Mutex::new((0..WINDOW).collect::<Vec<_>>())), Arc::new(Mutex::new(Vec::new())));
-    let places = Arc::new(Semaphore::new(WINDOW));
     let calls = Calls::start(&[std::process::id()]);
     let (began, before) = (Instant::now(), cpu());
-    let mut begun = 0u64;
-    while began.elapsed() < time {
-        pace(rate, began, begun).await;
-        let place = places.clone().acquire_owned().await.unwrap();
-        let (p, d, slots, latency) = (p.clone(), d.clone(), slots.clone(), latency.clone());
-        begun += 1;
-        tokio::spawn(async move {
-            let slot = slots.lock().unwrap().pop().unwrap();
-            let from = Instant::now();
-            let reference = p.offer(OfferSpec::new(listed(&ids(slot)), KEY)).await.unwrap();
-            pull(&d, reference, slot).await;
-            latency.lock().unwrap().push(from.elapsed());
-            slots.lock().unwrap().push(slot);
-            drop(place);
-        });
-    }
-    drop(places.acquire_many(u32::try_from(WINDOW).unwrap()).await.unwrap());
+    let latency = match rate {
+        None => {
+            let each = |slot| {
+                let (p, d) = (p.clone(), d.clone());
+                tokio::spawn(async move {
+                    let mut latency = Vec::new();
+                    while began.elapsed() < time {
+                        latency.push(once(&p, &d, slot).await);
+                    }
+                    latency
+                })
+            };
+            let places: Vec<_> = (0..WINDOW).map(each).collect();
+            let mut latency = Vec::new();
+            for place in places {
+                latency.extend(place.await.unwrap());
+            }
+            latency
+        }
+        Some(rate) => {
+            let (done, free) = free_slots();
+            let latency = Arc::new(Mutex::new(Vec::new()));
+            let (p, d, all, runtime) = (p.clone(), d.clone(), latency.clone(), Handle::current());
+            let pace = move || {
+                at_rate(rate, time, &free, |slots| {
+                    for slot in slots.drain(..) {
+                        let (p, d, all, done) = (p.clone(), d.clone(), all.clone(), done.clone());
+                        runtime.spawn(async move {
+                            let took = once(&p, &d, slot).await;
+                            all.lock().unwrap().push(took);
+                            done.send(slot).unwrap();
+                        });
+                    }
+                });
+            };
+            tokio::task::spawn_blocking(pace).await.unwrap();
+            std::mem::take(&mut *latency.lock().unwrap())
+        }
+    };
     let (took, cpu) = (began.elapsed(), cpu().saturating_sub(before));
-    let latency = std::mem::take(&mut *latency.lock().unwrap());
-    Run { requests: begun, took, cpu, latency, calls: calls.stop() }
+    Run { requests: latency.len() as u64, took, cpu, latency, calls: calls.stop() }
 }
 
-/// Waits until the next request is due.
-async fn pace(rate: Option<f64>, began: Instant, begun: u64) {
-    let Some(rate) = rate else { return };
-    let due = Duration::from_secs_f64(begun as f64 / rate);
-    let early = due.saturating_sub(began.elapsed());
-    // The timer's grain is a millisecond: what is due within one goes together.
-    if early > Duration::from_millis(1) {
-        tokio::time::sleep(early).await;
+async fn once(p: &Engine, d: &Engine, slot: usize) -> Duration {
+    let from = Instant::now();
+    let reference = p.offer(OfferSpec::new(listed(&ids(slot)), KEY)).await.unwrap();
+    pull(d, reference, slot).await;
+    from.elapsed()
+}
+
+fn free_slots() -> (Sender<usize>, Receiver<usize>) {
+    let (done, free) = channel();
+    (0..WINDOW).for_each(|slot| done.send(slot).unwrap());
+    (done, free)
+}
+
+/// Hands over the places of the requests that are due, on a thread of its own since a runtime's timer has a grain of a
+/// millisecond; until the time is up and all places are free again.
+fn at_rate(rate: f64, time: Duration, free: &Receiver<usize>, mut begin: impl FnMut(&mut Vec<usize>)) {
+    let (began, mut begun, mut some) = (Instant::now(), 0.0, Vec::new());
+    while began.elapsed() < time {
+        std::thread::sleep(TICK);
+        let due = began.elapsed().as_secs_f64() * rate;
+        while begun < due
+            && let Ok(slot) = free.try_recv()
+        {
+            begun += 1.0;
+            some.push(slot);
+        }
+        begin(&mut some);
+    }
+    for _ in 0..WINDOW {
+        free.recv().unwrap();
     }
 }
 
-/// The producer in a process of its own. It offers what it is told to, a slot a line, and answers with references.
+/// The same, each as soon as its place is free.
+fn at_once(time: Duration, free: &Receiver<usize>, mut begin: impl FnMut(&mut Vec<usize>)) {
+    let (began, mut some) = (Instant::now(), Vec::new());
+    let mut open = WINDOW;
+    while open > 0 {
+        some.push(free.recv().unwrap());
+        some.extend(free.try_iter());
+        if began.elapsed() < time {
+            begin(&mut some);
+        } else {
+            open -= some.len();
+            some.clear();
+        }
+    }
+}
+
+/// Nanoseconds of a clock that all processes share.
+fn shared_clock() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    u64::try_from(now.tv_sec * 1_000_000_000 + now.tv_nsec).unwrap()
+}
+
+/// The producer in a process of its own. It offers what it is told to, a place a line, and answers with references.
 struct Producer {
     child: Child,
     asks: ChildStdin,
-    answers: mpsc::UnboundedReceiver<(usize, Reference)>,
+    /// What is done with the next reference: its place, when it was offered, itself.
+    on_reference: Arc<Mutex<Option<OnReference>>>,
 }
+
+type OnReference = Box<dyn FnMut(usize, u64, Reference) + Send>;
 
 impl Producer {
     fn start(address: &str, security: &str, secrets: &peers::Secrets) -> Self {
@@ -235,65 +303,55 @@ impl Producer {
             .spawn()
             .unwrap();
         let (asks, out) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        let (tell, answers) = mpsc::unbounded_channel();
+        let on_reference: Arc<Mutex<Option<OnReference>>> = Arc::default();
+        let told = on_reference.clone();
         std::thread::spawn(move || {
             for line in BufReader::new(out).lines().map_while(Result::ok) {
-                let Some((slot, reference)) = line.split_once(' ') else { continue };
-                if tell.send((slot.parse().unwrap(), reference.parse().unwrap())).is_err() {
-                    return;
-                }
+                let mut words = line.splitn(3, ' ');
+                let (slot, offered, reference) = (words.next(), words.next(), words.next().unwrap());
+                let (slot, offered) = (slot.unwrap().parse().unwrap(), offered.unwrap().parse().unwrap());
+                told.lock().unwrap().as_mut().unwrap()(slot, offered, reference.parse().unwrap());
             }
         });
-        Self { child, asks, answers }
+        Self { child, asks, on_reference }
     }
 
+    /// Latency counts from the offer at the producer, and has the reference's way through a pipe in it.
     async fn run(&mut self, d: &Arc<Engine>, rate: Option<f64>, time: Duration) -> Run {
-        let (done, mut free) = mpsc::unbounded_channel::<usize>();
-        for slot in 0..WINDOW {
-            done.send(slot).unwrap();
-        }
+        let (done, free) = free_slots();
         let latency = Arc::new(Mutex::new(Vec::new()));
         let theirs = peers::cpu_of(self.child.id());
         let calls = Calls::start(&[std::process::id(), self.child.id()]);
         let (began, before) = (Instant::now(), cpu());
-        let mut asked: HashMap<usize, Instant> = HashMap::new();
-        let (mut begun, ended, mut lines) = (0u64, Arc::new(AtomicU64::new(0)), Vec::new());
-        loop {
-            let open = began.elapsed() < time;
-            let due = |begun: u64| rate.is_none_or(|r| began.elapsed().as_secs_f64() * r >= begun as f64);
-            while open && due(begun) {
-                let Ok(slot) = free.try_recv() else { break };
-                asked.insert(slot, Instant::now());
-                writeln!(lines, "{slot}").unwrap();
-                begun += 1;
-            }
-            if !lines.is_empty() {
-                self.asks.write_all(&lines).unwrap();
-                self.asks.flush().unwrap();
+        let (d, all, runtime) = (d.clone(), latency.clone(), Handle::current());
+        *self.on_reference.lock().unwrap() = Some(Box::new(move |slot, offered, reference| {
+            let (d, all, done) = (d.clone(), all.clone(), done.clone());
+            runtime.spawn(async move {
+                pull(&d, reference, slot).await;
+                let took = Duration::from_nanos(shared_clock().saturating_sub(offered));
+                all.lock().unwrap().push(took);
+                // The last of them come when nobody asks any more.
+                let _ = done.send(slot);
+            });
+        }));
+        let asks = &mut self.asks;
+        tokio::task::block_in_place(|| {
+            let mut lines = Vec::new();
+            let ask = |slots: &mut Vec<usize>| {
+                slots.drain(..).for_each(|slot| writeln!(lines, "{slot}").unwrap());
+                asks.write_all(&lines).unwrap();
                 lines.clear();
+            };
+            match rate {
+                Some(rate) => at_rate(rate, time, &free, ask),
+                None => at_once(time, &free, ask),
             }
-            if !open && ended.load(Ordering::Acquire) == begun {
-                break;
-            }
-            let wait = tokio::time::timeout(Duration::from_micros(500), self.answers.recv()).await;
-            let Ok(first) = wait else { continue };
-            let mut next = first;
-            while let Some((slot, reference)) = next {
-                let from = asked.remove(&slot).unwrap();
-                let (d, done, latency, ended) = (d.clone(), done.clone(), latency.clone(), ended.clone());
-                tokio::spawn(async move {
-                    pull(&d, reference, slot).await;
-                    latency.lock().unwrap().push(from.elapsed());
-                    ended.fetch_add(1, Ordering::Release);
-                    let _ = done.send(slot);
-                });
-                next = self.answers.try_recv().ok();
-            }
-        }
+        });
         let took = began.elapsed();
         let cpu = cpu().saturating_sub(before) + peers::cpu_of(self.child.id()).saturating_sub(theirs);
+        *self.on_reference.lock().unwrap() = None;
         let latency = std::mem::take(&mut *latency.lock().unwrap());
-        Run { requests: begun, took, cpu, latency, calls: calls.stop() }
+        Run { requests: latency.len() as u64, took, cpu, latency, calls: calls.stop() }
     }
 }
 
@@ -308,25 +366,28 @@ async fn producer() {
     let address: Address = std::env::var("KVFERRY_BENCH_ADDRESS").unwrap().parse().unwrap();
     let security = peers::security_of_child();
     let engine = Arc::new(engine("p", 1).listen(address).security(security).start().await.unwrap());
-    let (tell, mut asks) = mpsc::unbounded_channel();
+    let (tell, lines) = channel::<String>();
     std::thread::spawn(move || {
-        for line in std::io::stdin().lines().map_while(Result::ok) {
-            if tell.send(line.parse::<usize>().unwrap()).is_err() {
-                return;
-            }
+        // All that waits is written at once.
+        while let Ok(mut some) = lines.recv() {
+            lines.try_iter().for_each(|line| some.push_str(&line));
+            std::io::stdout().write_all(some.as_bytes()).unwrap();
+            std::io::stdout().flush().unwrap();
         }
-        std::process::exit(0);
     });
-    let mut batch = Vec::new();
-    while asks.recv_many(&mut batch, WINDOW).await > 0 {
-        let mut lines = Vec::new();
-        for slot in batch.drain(..) {
-            let reference = engine.offer(OfferSpec::new(listed(&ids(slot)), KEY)).await.unwrap();
-            writeln!(lines, "{slot} {reference}").unwrap();
+    let runtime = Handle::current();
+    let asks = move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            let (engine, tell, slot) = (engine.clone(), tell.clone(), line.parse::<usize>().unwrap());
+            runtime.spawn(async move {
+                let from = shared_clock();
+                let reference = engine.offer(OfferSpec::new(listed(&ids(slot)), KEY)).await.unwrap();
+                tell.send(format!("{slot} {from} {reference}\n")).unwrap();
+            });
         }
-        std::io::stdout().write_all(&lines).unwrap();
-        std::io::stdout().flush().unwrap();
-    }
+    };
+    tokio::task::spawn_blocking(asks).await.unwrap();
+    std::process::exit(0);
 }
 
 /// Used by parts of this bench.
