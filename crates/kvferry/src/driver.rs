@@ -31,6 +31,7 @@ use tokio::task::JoinSet;
 
 use crate::connection::{Common, LINGER, Stream};
 use crate::memory::{MemoryEnd, OwnerEnd};
+use crate::metrics::Known;
 use crate::owner::options::ConnectionLimits;
 use crate::secure::Security;
 use crate::spans::PullSpan;
@@ -130,8 +131,8 @@ pub(crate) enum Command {
 pub(crate) enum News {
     /// The engine calls.
     Called(Command),
-    /// Another owner has connected.
-    Accepted(Stream, Proven),
+    /// Another owner has connected, at that time, and has proven what it can.
+    Accepted(Stream, Proven, Duration),
     /// Somebody has connected and could not prove who it is.
     NotAccepted(String),
     /// Another owner of this process wants a link.
@@ -215,12 +216,13 @@ impl Driver {
         listeners: Listeners,
     ) -> Self {
         let mut tasks = JoinSet::new();
-        let listening = links::listen(listeners, &mut tasks, &tell, &security, &bounds);
+        let clock = Clock::start();
+        let listening = links::listen(listeners, &mut tasks, &tell, &security, &bounds, clock);
         let observer = Observer::new(session.snapshot(Duration::ZERO).engine);
         Self {
             session,
             observer,
-            clock: Clock::start(),
+            clock,
             inbox,
             tell,
             events: Events::new(events),
@@ -282,8 +284,13 @@ impl Driver {
             }
             self.resume();
             while self.tasks.try_join_next().is_some() {}
-            let (ranks, missing) = (self.bounds.ranks as usize, self.session.missing().len());
-            self.observer.standing(stepped, self.session.quarantined(), ranks, missing);
+            let known = Known {
+                quarantined: self.session.quarantined(),
+                bound: self.session.bound_leases(),
+                ranks: self.bounds.ranks as usize,
+                missing: self.session.missing().len(),
+            };
+            self.observer.standing(stepped, known);
             let Some(deadline) = deadline.into_iter().chain(self.observer.due()).min() else {
                 self.inbox.filled().await;
                 continue;
@@ -343,7 +350,7 @@ impl Driver {
         let now = self.clock.now();
         match news {
             News::Called(command) => return self.command(command),
-            News::Accepted(stream, proven) => self.accept(stream, proven),
+            News::Accepted(stream, proven, since) => self.accept(stream, proven, since),
             News::NotAccepted(reason) => {
                 let told = self.events.may_tell_of_stranger(now);
                 self.observer.not_accepted(&reason, told);

@@ -508,15 +508,45 @@ async fn links_beyond_loopback_are_not_made_in_plaintext() {
     let told: Address = "tcp:192.0.2.1:7600".parse().unwrap();
     let p = engine("p", 1, &net).listen(Address::loopback(0)).advertise(told).plaintext_beyond_loopback();
     let p = p.start().await.unwrap();
-    let pulled = async |d: EngineBuilder, block| {
-        let spec = PullSpec { deadline: Duration::from_millis(200), ..wish(block) };
+    let pulled = async |d: EngineBuilder, block, deadline| {
         let d = d.start().await.unwrap();
-        d.pull(p.offer(offer(block)).await.unwrap(), spec).await.unwrap().await.unwrap_err().to_string()
+        d.pull(p.offer(offer(block)).await.unwrap(), PullSpec { deadline, ..wish(block) })
+            .await
+            .unwrap()
+            .await
+            .unwrap_err()
     };
-    let why = pulled(engine("d", 1, &net), 1).await;
-    assert!(why.contains("tcp:192.0.2.1:7600") && why.contains("`plaintext_beyond_loopback`"), "{why}");
-    let why = pulled(engine("d", 1, &net).plaintext_beyond_loopback(), 2).await;
+    // At once: it could be tried for ever.
+    let start = Instant::now();
+    let PullError::Failed(failed) = pulled(engine("d", 1, &net), 1, 3 * SOON).await else { panic!("no end") };
+    let FailureCause::Unreachable { address, reason } = &failed.cause else { panic!("{failed}") };
+    assert!(address == "tcp:192.0.2.1:7600" && reason.contains("`plaintext_beyond_loopback`"), "{failed}");
+    assert!(start.elapsed() < SOON);
+    let why = pulled(engine("d", 1, &net).plaintext_beyond_loopback(), 2, Duration::from_millis(200)).await.to_string();
     assert!(!why.contains("plaintext_beyond_loopback"), "{why}");
+}
+
+/// Who has used up most of its time until it has proven who it is has only the rest to say which engine it is.
+#[tokio::test]
+async fn a_handshake_has_one_limit_for_proof_and_hello() {
+    let limit = Duration::from_secs(2);
+    let bytes: [u8; 32] = std::array::from_fn(|i| u8::try_from(i).unwrap() * 7);
+    let key: Security = SharedKeyOptions::builder("k", Material::bytes(bytes)).build().unwrap().into();
+    let net = MemNetwork::new(19);
+    let p = engine("p", 1, &net).security(key.clone()).listen(Address::loopback(0)).handshake_timeout(limit);
+    let p = p.start().await.unwrap();
+    let start = Instant::now();
+    let stream = tokio::net::TcpStream::connect(socket(&p)).await.unwrap();
+    tokio::time::sleep(limit * 3 / 4).await;
+    let mut link = kvferry::secure::client(stream, &key, None).await.unwrap();
+    // What it hears is its end.
+    let mut answer = [0; 16];
+    let read = std::future::poll_fn(|cx| {
+        let mut answer = tokio::io::ReadBuf::new(&mut answer);
+        tokio::io::AsyncRead::poll_read(std::pin::Pin::new(&mut link), cx, &mut answer)
+    });
+    drop(tokio::time::timeout(SOON, read).await.unwrap());
+    assert!((limit..limit * 3 / 2).contains(&start.elapsed()), "{:?}", start.elapsed());
 }
 
 /// References that lead nowhere open only so many sockets.

@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::inbox::Sender;
-use super::{Bounds, Driver, News, Progress, Proven};
+use super::{Bounds, Clock, Driver, News, Progress, Proven};
 use crate::address::{Address, AddressError};
 use crate::connection::{Connection, Stream};
 use crate::memory::{self, Listening, MemoryEnd, OwnerEnd};
@@ -140,6 +140,7 @@ pub(super) fn listen(
     tell: &Sender<News>,
     security: &Security,
     bounds: &Bounds,
+    clock: Clock,
 ) -> (Vec<SocketFile>, Option<Listening>) {
     if let Some(ranks) = listeners.ranks {
         tasks.spawn(accept_ranks(ranks, tell.clone()));
@@ -150,12 +151,14 @@ pub(super) fn listen(
         Some(PeerListener::Memory(listening)) => return (listeners.sockets, Some(listening)),
         None => return (listeners.sockets, None),
     };
-    tasks.spawn(accept_peers(acceptor, tell.clone(), security.clone(), bounds.limits.strangers, bounds.handshake));
+    let bounds = (bounds.limits.strangers, bounds.handshake);
+    tasks.spawn(accept_peers(acceptor, tell.clone(), security.clone(), bounds, clock));
     (listeners.sockets, None)
 }
 
 impl Driver {
-    pub(super) fn accept(&mut self, stream: Stream, proven: Proven) {
+    /// `since`: from when on the time counts that its end may take until both know each other.
+    pub(super) fn accept(&mut self, stream: Stream, proven: Proven, since: Duration) {
         if self.links() >= self.bounds.limits.peers {
             return;
         }
@@ -166,7 +169,7 @@ impl Driver {
             self.drop_peer(oldest);
             self.session.link_closed(oldest, "too many others connect at once", now);
         }
-        let link = self.session.accept(proven, now);
+        let link = self.session.accept_after(now.saturating_sub(since), proven, now);
         let peer = self.peer(link, stream);
         self.peers.insert(link, peer);
         self.strangers.insert(link);
@@ -237,14 +240,17 @@ impl Driver {
     pub(super) fn connect(&mut self, link: LinkId, address: &str) {
         let parsed: Result<Address, AddressError> = address.parse();
         let most = self.bounds.limits.peers;
+        if let Ok(to) = &parsed
+            && !to.is_local()
+            && !self.security.protects()
+            && !self.bounds.plaintext_beyond_loopback
+        {
+            let reason = "it is another host, and links are neither encrypted nor authenticated; say how with `security`, or \
+                          say `plaintext_beyond_loopback` where the network is trusted";
+            return self.session.link_forbidden(link, reason, self.clock.now());
+        }
         let failed = match parsed {
             Ok(_) if self.links() >= most => Some(format!("{most} links are open, which is the limit")),
-            Ok(to) if !to.is_local() && !self.security.protects() && !self.bounds.plaintext_beyond_loopback => {
-                Some(format!(
-                    "{to} is another host, and links are neither encrypted nor authenticated; say how with `security`, or say \
-                     `plaintext_beyond_loopback` where the network is trusted"
-                ))
-            }
             Ok(Address::Memory(name)) => memory::connect(&name, MemoryEnd::new(self.tell.clone(), link)).err(),
             Ok(_) if self.connecting.len() >= (most / CONNECTING).max(1) => {
                 Some(format!("{} links are being made, which is the limit", self.connecting.len()))
@@ -366,7 +372,13 @@ impl Accepted {
 
 /// Accepts others, and lets them prove who they are beside each other, so many at a time and in so much time. With one more, the
 /// oldest is closed, so that silent clients keep nobody out.
-async fn accept_peers(acceptor: Acceptor, tell: Sender<News>, security: Security, at_once: usize, limit: Duration) {
+async fn accept_peers(
+    acceptor: Acceptor,
+    tell: Sender<News>,
+    security: Security,
+    (at_once, limit): (usize, Duration),
+    clock: Clock,
+) {
     let mut proving = JoinSet::new();
     let mut oldest: VecDeque<AbortHandle> = VecDeque::new();
     loop {
@@ -381,9 +393,10 @@ async fn accept_peers(acceptor: Acceptor, tell: Sender<News>, security: Security
                 continue;
             }
         };
+        let since = clock.now();
         if !security.protects() {
             let Ok((stream, proven)) = accepted.prove(&security).await else { continue };
-            if tell.send(News::Accepted(stream, proven)).is_err() {
+            if tell.send(News::Accepted(stream, proven, since)).is_err() {
                 return;
             }
         } else {
@@ -396,7 +409,7 @@ async fn accept_peers(acceptor: Acceptor, tell: Sender<News>, security: Security
             let (tell, security) = (tell.clone(), security.clone());
             oldest.push_back(proving.spawn(async move {
                 let news = match tokio::time::timeout(limit, accepted.prove(&security)).await {
-                    Ok(Ok((stream, proven))) => News::Accepted(stream, proven),
+                    Ok(Ok((stream, proven))) => News::Accepted(stream, proven, since),
                     Ok(Err(reason)) => News::NotAccepted(reason),
                     Err(_) => News::NotAccepted(format!("it did not prove within {limit:?} who it is")),
                 };

@@ -8,7 +8,7 @@ use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::PullId;
 use kvferry_session::owner::{Effect, LinkId, OfferError};
 
-use crate::metrics::{OwnerMetrics, Unmet};
+use crate::metrics::{Known, OwnerMetrics, Unmet};
 use crate::spans::{self, PullSpan};
 
 /// The driver's eyes.
@@ -121,8 +121,8 @@ impl Observer {
     }
 
     /// What there is when the driver has done all that there was to do.
-    pub(super) fn standing(&mut self, now: Duration, quarantined: usize, ranks: usize, missing: usize) {
-        self.metrics.standing(quarantined, ranks, missing);
+    pub(super) fn standing(&mut self, now: Duration, known: Known) {
+        self.metrics.standing(known);
         if let Some(transfers) = self.metrics.interval(now) {
             spans::transfers(&self.engine, &transfers);
         }

@@ -105,12 +105,12 @@ metrics! {
     LEASE_AGE = histogram("kvferry_lease_age_seconds", LONG_SECONDS, &["how"], "from the offer to the lease's end; how read: its age when it was read");
     FENCE_REJECTIONS = counter("kvferry_fence_rejections_total", &["peer"], "releases that were answered Stale: the consumer has thrown away what it had read");
     HANDSHAKES = counter("kvferry_handshakes_total", &["outcome"], "links to other owners: ok, failed, refused");
-    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until both owners know each other, from the call to connect; of links that others began, from when their end has proven who it is");
+    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until both owners know each other, from the call to connect, or from when it was accepted");
     LINKS_LOST = counter("kvferry_links_lost_total", &["peer"], "links that were up and are gone, idle ones among them");
     HEARTBEATS = counter("kvferry_heartbeats_total", &["peer", "direction"], "heartbeats, each for all leases of a peer: sent, received");
     RANKS_LOST = counter("kvferry_ranks_lost_total", &[], "ranks of this engine that are gone");
     PENDING = gauge("kvferry_pulls_pending", &[], "pulls that have not ended");
-    LEASES = gauge("kvferry_leases_open", &[], "leases that are open, bound or not");
+    LEASES = gauge("kvferry_leases_open", &["state"], "leases that are open: offered (nobody has bound them), bound");
     QUARANTINE = gauge("kvferry_quarantined_blocks", &[], "blocks that may still be written by a pull which has ended");
     LINKS = gauge("kvferry_links", &[], "links to other owners that are up");
     RANKS = gauge("kvferry_ranks", &["state"], "ranks of this engine: joined, missing");

@@ -85,7 +85,7 @@ fn everything(m: &mut OwnerMetrics) {
     m.pull_begun();
     m.offered(true);
     m.link_up(&peer, Duration::from_millis(2));
-    m.standing(4, 6, 2);
+    m.standing(Known { quarantined: 4, bound: 1, ranks: 6, missing: 2 });
 }
 
 fn rendered(happens: impl FnOnce(&mut OwnerMetrics)) -> String {
@@ -153,7 +153,8 @@ fn what_happens_is_counted_where_it_belongs() {
         ("kvferry_heartbeats_total{peer=\"p\",direction=\"received\"}", 1.0),
         ("kvferry_ranks_lost_total", 1.0),
         ("kvferry_pulls_pending", 1.0),
-        ("kvferry_leases_open", 1.0),
+        ("kvferry_leases_open{state=\"offered\"}", 0.0),
+        ("kvferry_leases_open{state=\"bound\"}", 1.0),
         ("kvferry_quarantined_blocks", 4.0),
         ("kvferry_links", 1.0),
         ("kvferry_ranks{state=\"joined\"}", 4.0),
