@@ -43,7 +43,10 @@ mod world;
 pub use assurance::Assurance;
 pub use cache::{CacheError, LocalCache};
 pub use outcome::{Delivered, Failed, FailureCause, GroupOutcome, Phase, Phases, Report};
-pub use owner::{Backoff, Holder, LeaseTerms, Limits, Mode, Overlap, OwnerConfig, OwnerSession, StreamError, Ttl};
+pub use owner::{
+    Backoff, FailurePolicy, Holder, LeaseTerms, Limits, Mode, Overlap, OwnerConfig, OwnerSession, PhaseLimits, Remedy,
+    Source, StreamError, Ttl,
+};
 pub use rank::{
     Admission, AdmissionRefused, LaneReport, LaneStanding, RankSession, StagingConfig, StagingRefused, Way,
 };

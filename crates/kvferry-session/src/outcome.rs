@@ -158,6 +158,9 @@ pub struct GroupOutcome {
     /// Positions in the sequence's block table (first, one past the last) whose blocks are complete: all tokens of all items are
     /// in place. Only these may enter a prefix cache. A ring has none, and neither has a group with ignored items.
     pub complete: (u64, u64),
+    /// The first token whose bytes are not in place, if some are not: who computes the rest begins there, or before. Of a window or a
+    /// ring it is where the cached ones end, as what lies before it is needed too; of states that have not arrived, 0.
+    pub hole: Option<Tokens>,
     /// The states that have arrived and the slots that took them, the one that the sequence goes on from first.
     pub states: Vec<Checkpoint>,
     /// Items that only our engine has: nothing of them has moved.
@@ -166,17 +169,17 @@ pub struct GroupOutcome {
 
 impl GroupOutcome {
     /// What a group of paged items has if it has `valid`.
-    fn paged(m: &Manifest, group: GroupId, valid: TokenRange, ignored: Vec<Name>) -> Self {
+    fn paged(m: &Manifest, group: GroupId, valid: TokenRange, hole: Option<Tokens>, ignored: Vec<Name>) -> Self {
         let block = m.groups().get(group.index()).map_or(1, |g| g.block_tokens.get()).max(1);
         let ring = |item: &Item| matches!(item.as_paged().map(|p| p.retention), Some(Retention::Ring(_)));
         let (first, end) = (valid.start().get().div_ceil(block), valid.end().get() / block);
         let whole = ignored.is_empty() && first < end && !items(m, group).any(|(_, item)| ring(item));
         let complete = if whole { (first, end) } else { (0, 0) };
-        Self { group, valid, complete, states: Vec::new(), ignored }
+        Self { group, valid, complete, hole, states: Vec::new(), ignored }
     }
 
-    fn state(group: GroupId, states: Vec<Checkpoint>, ignored: Vec<Name>) -> Self {
-        Self { group, valid: TokenRange::default(), complete: (0, 0), states, ignored }
+    fn state(group: GroupId, hole: Option<Tokens>, states: Vec<Checkpoint>, ignored: Vec<Name>) -> Self {
+        Self { group, valid: TokenRange::default(), complete: (0, 0), hole, states, ignored }
     }
 }
 
@@ -191,15 +194,22 @@ fn read_by_all<'a>(items: impl Iterator<Item = (ItemId, &'a Item)>, n: Tokens) -
     needed.reduce(TokenRange::intersect)
 }
 
-/// What is in place where a request has failed: what was cached, as far as it is read.
-pub(crate) fn kept(m: &Manifest, n: Tokens, groups: &[DstGroup]) -> Vec<GroupOutcome> {
+/// What is in place where a request has failed: what was cached, as far as it is read, and of groups that keep all tokens what has
+/// arrived, which is those before `arrived`.
+pub(crate) fn kept(m: &Manifest, n: Tokens, groups: &[DstGroup], arrived: Tokens) -> Vec<GroupOutcome> {
     let of_group = |(id, group): (GroupId, &DstGroup)| match group {
         DstGroup::Paged(g) => {
-            let cached = TokenRange::new(Tokens::ZERO, g.cached);
-            let valid = read_by_all(items(m, id), n).unwrap_or_default().intersect(cached);
-            GroupOutcome::paged(m, id, valid, Vec::new())
+            let all = |item: &Item| item.as_paged().is_some_and(|p| p.retention == Retention::Full);
+            let keeps_all = items(m, id).all(|(_, item)| all(item));
+            let end = if keeps_all { g.cached.max(arrived.min(n)) } else { g.cached };
+            let in_place = TokenRange::new(Tokens::ZERO, end);
+            let valid = read_by_all(items(m, id), n).unwrap_or_default().intersect(in_place);
+            GroupOutcome::paged(m, id, valid, (end < n).then_some(end), Vec::new())
         }
-        DstGroup::State(_) => GroupOutcome::state(id, Vec::new(), Vec::new()),
+        DstGroup::State(g) => {
+            let hole = (g.slot.is_some() || !g.more.is_empty()).then_some(Tokens::ZERO);
+            GroupOutcome::state(id, hole, Vec::new(), Vec::new())
+        }
     };
     (0u32..).map(GroupId::new).zip(groups).map(of_group).collect()
 }
@@ -214,7 +224,7 @@ pub(crate) fn delivered(c: &Compatible, request: &Request, bound: &BoundRequest)
             DstGroup::Paged(g) => {
                 let cached = TokenRange::new(Tokens::ZERO, g.cached);
                 let valid = read_by_all(items(m, id).filter(matched), request.tokens).unwrap_or(cached);
-                GroupOutcome::paged(m, id, valid, ignored)
+                GroupOutcome::paged(m, id, valid, None, ignored)
             }
             DstGroup::State(_) => {
                 let moves = bound.moves().iter().filter(|x| x.dst_group == id).flat_map(|x| &x.states);
@@ -226,7 +236,7 @@ pub(crate) fn delivered(c: &Compatible, request: &Request, bound: &BoundRequest)
                         states.push(arrived);
                     }
                 }
-                GroupOutcome::state(id, states, ignored)
+                GroupOutcome::state(id, None, states, ignored)
             }
         }
     };
@@ -234,6 +244,13 @@ pub(crate) fn delivered(c: &Compatible, request: &Request, bound: &BoundRequest)
 }
 
 impl Report {
+    /// The first token whose bytes are not in place in some group, if there is one: from there on the engine can compute the rest. 0
+    /// where nothing is known to be in place.
+    #[must_use]
+    pub fn first_hole(&self) -> Option<Tokens> {
+        self.groups.iter().filter_map(|group| group.hole).min()
+    }
+
     /// Bytes read over all pairs.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
@@ -507,6 +524,23 @@ pub enum FailureCause {
 }
 
 impl FailureCause {
+    /// Whether another producer may do better: it is not the request or our own engine that has failed.
+    #[must_use]
+    pub const fn is_of_producer(&self) -> bool {
+        !matches!(
+            self,
+            Self::NotReady
+                | Self::RankLost { .. }
+                | Self::TooManyBlocks { .. }
+                | Self::TooManyStates { .. }
+                | Self::TooManyPulls { .. }
+                | Self::Overlap(_)
+                | Self::Draining
+                | Self::Cancelled
+                | Self::Shutdown
+        )
+    }
+
     /// A word for its kind, for logs and metrics. There are few, and none has a value of the request in it.
     #[must_use]
     pub const fn kind(&self) -> &'static str {

@@ -60,7 +60,10 @@ mod timers;
 
 use asks::Asks;
 use beats::Beats;
-pub use config::{Backoff, LeaseTerms, Limits, Mode, OwnerConfig, PullWish, USUAL_PRIORITY};
+pub use config::{
+    Backoff, FailurePolicy, LeaseTerms, Limits, Mode, OwnerConfig, PhaseLimits, PullWish, Remedy, Source,
+    USUAL_PRIORITY,
+};
 pub use effect::{Effect, LinkId, OfferError, RankLinkId};
 use leases::Leases;
 use links::Links;

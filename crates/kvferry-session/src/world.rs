@@ -22,7 +22,8 @@ use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{Region, Transport};
 
 use crate::owner::{
-    Effect, LeaseTerms, LinkId, Mode, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl, USUAL_PRIORITY,
+    Effect, FailurePolicy, LeaseTerms, LinkId, Mode, OwnerConfig, OwnerSession, PullWish, RankLinkId, Ttl,
+    USUAL_PRIORITY,
 };
 use crate::rank::{LocalWork, RankIdentity, RankSession, StagingConfig};
 use crate::testing::Late;
@@ -398,7 +399,7 @@ impl World {
             assurance: Assurance::Full,
             deadline: Duration::from_secs(60),
             priority: USUAL_PRIORITY,
-            attempts: 2,
+            policy: FailurePolicy::default(),
         }
     }
 

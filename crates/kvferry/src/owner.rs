@@ -12,7 +12,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::rank::{Assurance, PullId};
-use kvferry_session::owner::{Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
+use kvferry_session::owner::{FailurePolicy, Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
 use tokio::sync::{oneshot, watch};
 
 use crate::address::Address;
@@ -25,6 +25,7 @@ use crate::pull::PullHandle;
 use crate::reference::Reference;
 use crate::snapshot::Snapshot;
 use crate::spans::PullSpan;
+use crate::stream::OfferStream;
 
 mod errors;
 mod listen;
@@ -59,7 +60,8 @@ pub struct PullSpec {
     /// Length of the prompt.
     pub tokens: Tokens,
     /// Its blocks and the tokens it has already, one entry for each group of the engine, in its order. The blocks must stay
-    /// reserved until the pull ends, and longer for ranks that [`Report::in_doubt`](crate::Report::in_doubt) names. A pull that would
+    /// reserved until the pull ends, and longer for ranks that [`Report::in_doubt`](crate::Report::in_doubt) or
+    /// [`Report::writers_in_doubt`](crate::Report::writers_in_doubt) names. A pull that would
     /// write blocks that another pull writes, or an open lease of this engine shows, fails at once
     /// ([`Overlap`](crate::FailureCause::Overlap)); so does one into blocks in quarantine.
     pub groups: Vec<DstGroup>,
@@ -76,14 +78,31 @@ pub struct PullSpec {
     /// How often it may be tried, at least once. A further attempt is made only if it reads from other replicas than the one that
     /// failed.
     pub attempts: u32,
+    /// Who moves the bytes; `None`: whoever usually does, as the engine's [configuration](crate::EngineConfig::mode) says.
+    pub mode: Option<Mode>,
 }
 
 impl PullSpec {
-    /// A pull that is fenced, of usual priority, may take 30 s and be tried twice.
+    /// A pull that is fenced, of usual priority and mode, may take 30 s and be tried twice.
     #[must_use]
     pub fn new(tokens: Tokens, groups: Vec<DstGroup>, content_key: ContentKey) -> Self {
         let (assurance, deadline) = (Assurance::Fenced, Duration::from_secs(30));
-        Self { tokens, groups, content_key, assurance, deadline, priority: USUAL_PRIORITY, attempts: 2 }
+        Self { tokens, groups, content_key, assurance, deadline, priority: USUAL_PRIORITY, attempts: 2, mode: None }
+    }
+
+    /// Has the producer's ranks write into the blocks, as soon as there are bytes, also while the prompt is still being computed; the
+    /// producer must be able to. For the engine it is as if it pulled: the same handle, the same report, the same certainty.
+    #[must_use]
+    pub fn push(mut self) -> Self {
+        self.mode = Some(Mode::Push { progress: false });
+        self
+    }
+
+    /// As [`push`](Self::push), and wants to know how much is in place; see [`PullHandle::progress`].
+    #[must_use]
+    pub fn push_with_progress(mut self) -> Self {
+        self.mode = Some(Mode::Push { progress: true });
+        self
     }
 }
 
@@ -133,7 +152,8 @@ pub(crate) async fn start(options: Options, ranks: u32, rank_socket: bool) -> Re
     };
     let driver = Driver::new(session, (news.clone(), news_inbox), events_end, progress, bounds, security, listeners);
     tokio::spawn(driver.run());
-    let shared = Shared { engine: options.config.id, epoch, address, rank_socket };
+    let (spec, mode) = (Arc::new(options.spec), options.config.mode);
+    let shared = Shared { engine: options.config.id, epoch, address, rank_socket, spec, mode };
     Ok(Owner { caller: Arc::new(Caller(news)), seen, shared: Arc::new(shared), events: Some(events) })
 }
 
@@ -143,6 +163,9 @@ struct Shared {
     epoch: Epoch,
     address: Option<Address>,
     rank_socket: PathBuf,
+    spec: Arc<ModelSpec>,
+    /// Of pulls that don't say.
+    mode: Mode,
 }
 
 /// An engine's control endpoint: serves its ranks and other engines' owners.
@@ -242,11 +265,27 @@ impl Owner {
     /// # Errors
     /// If the engine isn't complete, or doesn't listen, or the offer doesn't fit it; then nothing is lent.
     pub async fn offer(&self, spec: OfferSpec) -> Result<Reference, CallError> {
+        self.lend(spec, false).await
+    }
+
+    /// Offers blocks that the engine still computes: of each group, `held` is what it *will* hold, and blocks and states may be
+    /// [listed later](OfferStream::extend). Whoever wants them pushed is written to as they become final. A *pull* of
+    /// them is refused until the stream is sealed. The lease's time begins now: where a prefill may take longer than the usual one, give the
+    /// offer a longer. Dropping the future before it is done takes the offer back.
+    ///
+    /// # Errors
+    /// As [`offer`](Self::offer).
+    pub async fn announce(&self, spec: OfferSpec) -> Result<OfferStream, CallError> {
+        let reference = self.lend(spec, true).await?;
+        Ok(OfferStream::new(reference, self.shared.spec.clone(), self.caller.clone()))
+    }
+
+    async fn lend(&self, spec: OfferSpec, streamed: bool) -> Result<Reference, CallError> {
         let address = self.shared.address.clone().ok_or(CallError::NotListening)?;
         let lease = LeaseId::new(random().map_err(CallError::Random)?);
         let (ttl, offer) = (spec.ttl, Offer { groups: spec.groups, content_key: spec.content_key });
         let mut unseen = Unseen(Some((lease, &self.caller)));
-        let offered = self.call(|reply| Command::Offer { lease, offer, ttl, reply }).await;
+        let offered = self.call(|reply| Command::Offer { lease, offer, ttl, streamed, reply }).await;
         unseen.0 = None;
         let fence: Fence = offered??;
         Ok(Reference::new(address, &fence))
@@ -281,13 +320,15 @@ impl Owner {
         self.caller.tell(Command::Cancel { pull })
     }
 
-    /// Begins to read what a reference names into our own blocks. It has begun when this returns, at once: the future never waits.
+    /// Begins to move what a reference names into our own blocks: our ranks read it, or, with a [`push`](PullSpec::push), the producer's
+    /// ranks write it. It has begun when this returns, at once: the future never waits.
     ///
     /// # Errors
     /// If the owner was shut down. Everything else is told by the handle.
     pub async fn pull(&self, reference: Reference, spec: PullSpec) -> Result<PullHandle, CallError> {
+        let mode = spec.mode.unwrap_or(self.shared.mode);
         let wish = PullWish {
-            mode: Mode::Pull,
+            mode,
             address: reference.address().to_string(),
             fence: reference.fence(),
             tokens: spec.tokens,
@@ -296,18 +337,23 @@ impl Owner {
             assurance: spec.assurance,
             deadline: spec.deadline,
             priority: spec.priority,
-            attempts: spec.attempts,
+            policy: FailurePolicy { attempts: spec.attempts, ..FailurePolicy::default() },
         };
-        let span = PullSpan::new(&self.shared.engine, &wish.fence);
+        let span = PullSpan::new(&self.shared.engine, &wish.fence, mode);
         let wish = Box::new(wish);
         let (done, result) = oneshot::channel();
-        let command = |number| News::Called(Command::Pull { number, wish, done, span });
+        let (progress, seen) = match mode {
+            Mode::Push { progress: true } => Some(watch::channel(Tokens::ZERO)).unzip(),
+            _ => (None, None),
+        };
+        let command = |number| News::Called(Command::Pull { number, wish, done, progress, span });
         let number = self.caller.0.send_numbered(command).ok_or(CallError::Shutdown)?;
-        Ok(PullHandle::new(PullId(number), result, self.caller.clone()))
+        Ok(PullHandle::new(PullId(number), result, seen, self.caller.clone()))
     }
 
     /// How many blocks and slots of this engine no pull and no offer can name, because a rank of a pull that failed may still
-    /// write them ([`Report::in_doubt`](crate::Report::in_doubt)).
+    /// write them: one of ours ([`Report::in_doubt`](crate::Report::in_doubt)), or one of the producer's
+    /// ([`Report::writers_in_doubt`](crate::Report::writers_in_doubt)).
     ///
     /// # Errors
     /// If the owner was shut down.

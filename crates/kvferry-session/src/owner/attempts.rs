@@ -8,6 +8,7 @@ use kvferry_proto::rank::{RankFault, Stage};
 use kvferry_proto::request::{Ended, Wanted};
 
 use super::pulls::{Asked, State};
+use crate::outcome::FailureCause;
 
 impl OwnerSession {
     /// Whether reads that have failed are worth another attempt: sources could not be reached or read, all has stopped, and the
@@ -45,13 +46,13 @@ impl OwnerSession {
         if ours != self.life.local().map(|l| l.manifest.digest()) {
             return Some(false);
         }
-        let made = pull.attempt.get().saturating_sub(pull.wish.fence.attempt.get()).saturating_add(1);
         let of_source = |fault: &&RankFault| {
             let stage =
                 matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Write | Stage::Cancelled);
             stage && !fault.in_doubt && fault.bad.is_empty()
         };
-        let worth = made < pull.wish.attempts && !pull.is_late(self.now) && faults.iter().all(of_source);
+        let worth =
+            pull.tries_here < pull.wish.policy.attempts && !pull.is_late(self.now) && faults.iter().all(of_source);
         // A rank of ours that is gone reads nothing by another map either.
         if !worth || !self.links.knows_leases(link) || !matches!(self.life, Life::Ready(_)) {
             return Some(false);
@@ -64,7 +65,9 @@ impl OwnerSession {
         Some(others && map.digest() != before)
     }
 
-    pub(super) fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted) {
+    /// Goes over to the next attempt. One that `counts` is one of those that a source may have.
+    pub(super) fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted, counts: bool) {
+        self.pulls.tried(id, counts);
         let attempt = wanted.fence().attempt;
         if let Some(pull) = self.pulls.open.get_mut(&id) {
             (pull.attempt, pull.asked, pull.lease_end) = (attempt, Asked::default(), None);
@@ -73,6 +76,32 @@ impl OwnerSession {
         }
         self.enter(id, State::Linking(wanted));
         self.bind(id, link);
+    }
+
+    /// Goes over to another producer, if there is one that hasn't been tried, and this failure is of the one that was.
+    pub(super) fn another_source(&mut self, id: PullId, cause: &FailureCause, ended: Option<&Ended>) -> bool {
+        let Some(pull) = self.pulls.open.get(&id) else { return false };
+        let in_doubt = ended.is_some_and(|e| e.results().values().any(|r| r.as_ref().is_err_and(|f| f.in_doubt)));
+        // What is in doubt may still write the blocks that the other would.
+        let hopeless = in_doubt || pull.doubt.is_some() || pull.is_late(self.now) || !cause.is_of_producer();
+        if hopeless || !matches!(self.life, Life::Ready(_)) {
+            return false;
+        }
+        let (former, before, key) = (pull.link, pull.road, pull.wish.content_key);
+        let Some(next) = self.pulls.next_source(id) else { return false };
+        let road = self.road_to(&next.address, &next.fence.engine);
+        let wanted = Wanted::new(next.fence.clone(), key);
+        self.pulls.change_source(id, next, road);
+        if before != road {
+            self.roads.stop_waiting(before, id);
+        }
+        if let Some(link) = former {
+            self.links.used(link, self.now);
+            self.retire_link(link);
+        }
+        self.enter(id, State::Linking(wanted));
+        self.seek_link(road, id);
+        true
     }
 
     /// A further attempt was refused: the one before it is still bound at the producer.

@@ -12,6 +12,8 @@ use kvferry_proto::handshake::{Allowed, IdentityCheck};
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, ModelIdentity};
 use kvferry_proto::rank::Assurance;
 
+use crate::outcome::Phase;
+
 /// What an owner is.
 #[derive(Clone, Debug)]
 pub struct OwnerConfig {
@@ -165,6 +167,77 @@ pub enum Mode {
     },
 }
 
+/// What is done where a request fails. The report is the same whatever it says, and the same for pull and push.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FailurePolicy {
+    /// How often each source may be tried, at least once. Another attempt is made only if it takes from other replicas than the one
+    /// that failed, and when everything of that one has stopped. Those of a prefill that begins anew don't count.
+    pub attempts: u32,
+    /// Other producers that have the same, in order: the next one is tried when one has failed and nothing of it can write our blocks
+    /// any more. Not where it is the request itself that can't be served by anybody.
+    pub others: Vec<Source>,
+    /// What the engine will do when all have failed.
+    pub then: Remedy,
+    /// How long each phase may take; in all, the request has its deadline.
+    pub within: PhaseLimits,
+}
+
+impl Default for FailurePolicy {
+    /// Two attempts, no others, and that was it.
+    fn default() -> Self {
+        Self { attempts: 2, others: Vec::new(), then: Remedy::Fail, within: PhaseLimits::default() }
+    }
+}
+
+/// Where a lease is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Source {
+    /// Where its producer's owner listens.
+    pub address: String,
+    /// The lease.
+    pub fence: Fence,
+}
+
+/// What an engine does with a request that has failed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Remedy {
+    /// It gives it up: nothing of it is of use.
+    #[default]
+    Fail,
+    /// It computes the rest from [`Report::first_hole`](crate::Report::first_hole) on: what is in place before that is told, as far as
+    /// it is proven.
+    Recompute,
+}
+
+/// How long a request may be in each of its phases. `None`: as long as the request has.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct PhaseLimits {
+    /// Until there is a link to the producer's owner.
+    pub link: Option<Duration>,
+    /// Until the producer has answered the bind.
+    pub bind: Option<Duration>,
+    /// Until the first slice of each of our ranks is posted. Of a pull; a push waits for what is computed.
+    pub queue: Option<Duration>,
+    /// Until all is moved.
+    pub transfer: Option<Duration>,
+    /// Until the producer has given its verdict.
+    pub release: Option<Duration>,
+}
+
+impl PhaseLimits {
+    /// The limit of a phase.
+    #[must_use]
+    pub fn of(&self, phase: Phase) -> Option<Duration> {
+        match phase {
+            Phase::Link => self.link,
+            Phase::Bind => self.bind,
+            Phase::Write | Phase::Read => self.transfer,
+            Phase::Release => self.release,
+            Phase::Stop => None,
+        }
+    }
+}
+
 /// A wish to have another engine's blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PullWish {
@@ -186,9 +259,8 @@ pub struct PullWish {
     pub deadline: Duration,
     /// Requests of a higher priority are read first; [`USUAL_PRIORITY`] where nothing else is known.
     pub priority: u8,
-    /// How often it may be tried, at least once. Another attempt is made only if it takes from other replicas than the one that
-    /// failed, and when everything of that one has stopped. Those of a prefill that begins anew don't count.
-    pub attempts: u32,
+    /// What is done where it fails.
+    pub policy: FailurePolicy,
 }
 
 #[cfg(test)]

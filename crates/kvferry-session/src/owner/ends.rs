@@ -2,17 +2,18 @@
 
 use super::{BTreeSet, Duration, Effect, Fence, LinkId, OwnerSession, PullId};
 
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::lease::Closing;
 use kvferry_proto::peer::{LeaseClosed, PeerMessage, ReadsEnd, Release};
 use kvferry_proto::push::Stop;
 use kvferry_proto::rank::{RankFault, Stage, ToRank};
 use kvferry_proto::request::{Ended, Reading, Wanted};
 
-use super::config::Mode;
+use super::config::{Mode, Remedy};
 use super::loans::Doubt;
 use super::pulls::State;
-use crate::outcome::{Delivered, Failed, FailureCause, Report};
+use crate::assurance::Assurance;
+use crate::outcome::{self, Delivered, Failed, FailureCause, Report};
 
 impl OwnerSession {
     pub(super) fn cancel_pull(&mut self, id: PullId) {
@@ -68,7 +69,7 @@ impl OwnerSession {
                 let next =
                     receiving.fence().attempt.next().map(|attempt| Fence { attempt, ..receiving.fence().clone() });
                 match (next, self.pulls.open.get(&id).map(|pull| pull.wish.content_key)) {
-                    (Some(next), Some(key)) => self.try_again(id, link, Wanted::new(next, key)),
+                    (Some(next), Some(key)) => self.try_again(id, link, Wanted::new(next, key), false),
                     _ => self.fail_written(id, FailureCause::LeaseClosed { how: Closing::Restarted }, &BTreeSet::new()),
                 }
             }
@@ -189,7 +190,7 @@ impl OwnerSession {
 
     fn late(&self, id: PullId, state: &State) -> FailureCause {
         let (after, road) =
-            self.pulls.open.get(&id).map_or((Duration::ZERO, None), |p| (p.wish.deadline, Some(p.road)));
+            self.pulls.open.get(&id).map_or((Duration::ZERO, None), |p| (p.allowed(self.now), Some(p.road)));
         match (state, road.and_then(|road| Some((self.roads.address(road)?, self.roads.trouble(road)?)))) {
             (State::Linking(_), Some((address, trouble))) => FailureCause::Link {
                 address: address.to_owned(),
@@ -228,12 +229,26 @@ impl OwnerSession {
         }
     }
 
+    /// A request has failed and nothing of it moves any more: takes another source, or ends it.
     pub(super) fn fail(&mut self, id: PullId, cause: FailureCause, ended: Option<&Ended>) {
+        if self.another_source(id, &cause, ended) {
+            return;
+        }
         let now = self.now;
         let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         let (fence, level) = (pull.fence(), pull.wish.assurance);
         let times = pull.times(now);
         let kept = std::mem::take(&mut pull.groups.kept);
+        // What was told to be in place is so, unless somebody may still write there.
+        let proven = pull.wish.policy.then == Remedy::Recompute
+            && pull.wish.assurance == Assurance::Fenced
+            && pull.doubt.is_none();
+        let kept = match self.life.local() {
+            Some(local) if proven && pull.granted.progress > Tokens::ZERO => {
+                outcome::kept(local.manifest.cache(), pull.wish.tokens, &pull.wish.groups, pull.granted.progress)
+            }
+            _ => kept,
+        };
         let writers = pull.doubt.as_ref().map(|w| w.ranks.keys().copied().collect()).unwrap_or_default();
         let mut report = match ended {
             Some(ended) => Report::of(fence, level, times, ended, kept),

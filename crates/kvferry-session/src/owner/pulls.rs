@@ -5,7 +5,7 @@ use super::{
 };
 
 use kvferry_geometry::request::{BoundRequest, Request, SrcGroup};
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::handshake::Abilities;
 use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{
@@ -15,7 +15,7 @@ use kvferry_proto::push::Receiving;
 use kvferry_proto::rank::{Pairing, PullOrder, Stage, ToRank};
 use kvferry_proto::request::{Asking, Ended, Granted as GrantedLease, RankResult, Reading, Releasing, Step, Wanted};
 
-use super::config::Mode;
+use super::config::{Mode, Source};
 use super::ends::lost;
 use super::loans::{Place, Writers, written};
 use super::receiving::Granted;
@@ -105,6 +105,11 @@ pub(super) struct Pull {
     pub(super) started: Duration,
     /// By when it must have ended.
     deadline: Duration,
+    /// How often it was tried, over all sources; and at this one, but for prefills that began anew.
+    tries: u32,
+    pub(super) tries_here: u32,
+    /// The sources that have not been tried.
+    pub(super) others: std::vec::IntoIter<Source>,
     /// When its lease ends, as far as is known here; `None`: it has no end, or none is known.
     pub(super) lease_end: Option<Duration>,
     pub(super) attempt: Attempt,
@@ -135,10 +140,22 @@ impl Pull {
         match &self.state {
             State::Stopping { until, .. } | State::Halting { until, .. } => *until,
             State::Receiving(_) | State::Reading(_) => {
-                self.lease_end.map_or(self.deadline, |end| end.min(self.deadline))
+                self.lease_end.map_or(self.late_at(), |end| end.min(self.late_at()))
             }
-            _ => self.deadline,
+            _ => self.late_at(),
         }
+    }
+
+    /// When it is late: by its own deadline, or that of its phase.
+    fn late_at(&self) -> Duration {
+        let of_phase = self.wish.policy.within.of(self.phase).map(|limit| self.since.saturating_add(limit));
+        of_phase.map_or(self.deadline, |of_phase| of_phase.min(self.deadline))
+    }
+
+    /// How long it, or its phase, was allowed to take.
+    pub(super) fn allowed(&self, now: Duration) -> Duration {
+        let of_phase = self.wish.policy.within.of(self.phase).filter(|_| !self.is_late(now));
+        of_phase.unwrap_or(self.wish.deadline)
     }
 
     pub(super) fn is_late(&self, now: Duration) -> bool {
@@ -164,8 +181,7 @@ impl Pull {
 
     pub(super) fn times(&mut self, now: Duration) -> Times {
         self.phase_ends(now);
-        let attempts = self.attempt.get().saturating_sub(self.wish.fence.attempt.get()).saturating_add(1);
-        Times { attempts, phases: self.phases, took: now.saturating_sub(self.started) }
+        Times { attempts: self.tries, phases: self.phases, took: now.saturating_sub(self.started) }
     }
 
     fn phase_ends(&mut self, now: Duration) {
@@ -258,20 +274,53 @@ impl Pulls {
         }
     }
 
+    /// It takes another source from now on: as if nothing had been asked of any.
+    pub(super) fn change_source(&mut self, id: PullId, source: Source, road: RoadId) {
+        let Some(pull) = self.open.get_mut(&id) else { return };
+        self.by_lease.remove(&(pull.wish.fence.lease, pull.wish.fence.epoch));
+        self.by_lease.insert((source.fence.lease, source.fence.epoch), id);
+        if let Some(link) = pull.link.take() {
+            leave(&mut self.on_link, link, id);
+        }
+        (pull.wish.address, pull.wish.fence) = (source.address, source.fence);
+        (pull.attempt, pull.road, pull.pairing, pull.lease_end) = (pull.wish.fence.attempt, road, None, None);
+        (pull.asked, pull.granted) = (Asked::default(), Granted::default());
+        (pull.tries, pull.tries_here) = (pull.tries.saturating_add(1), 1);
+        pull.stopped.clear();
+    }
+
+    /// The next source of a request that nobody else takes.
+    pub(super) fn next_source(&mut self, id: PullId) -> Option<Source> {
+        let taken = &self.by_lease;
+        self.open.get_mut(&id)?.others.find(|s| !taken.contains_key(&(s.fence.lease, s.fence.epoch)))
+    }
+
+    /// Counts one more try.
+    pub(super) fn tried(&mut self, id: PullId, counts: bool) {
+        if let Some(pull) = self.open.get_mut(&id) {
+            pull.tries = pull.tries.saturating_add(1);
+            pull.tries_here = pull.tries_here.saturating_add(u32::from(counts));
+        }
+    }
+
     /// Nothing is kept of it.
     pub(super) fn remove(&mut self, id: PullId) -> Option<Box<Pull>> {
         let pull = self.open.remove(&id)?;
         self.by_lease.remove(&(pull.wish.fence.lease, pull.wish.fence.epoch));
         self.due.remove(id);
-        if let Some(link) = pull.link
-            && let Some(on_link) = self.on_link.get_mut(&link)
-        {
-            on_link.remove(&id);
-            if on_link.is_empty() {
-                self.on_link.remove(&link);
-            }
+        if let Some(link) = pull.link {
+            leave(&mut self.on_link, link, id);
         }
         Some(pull)
+    }
+}
+
+fn leave(on_link: &mut BTreeMap<LinkId, BTreeSet<PullId>>, link: LinkId, id: PullId) {
+    if let Some(of_link) = on_link.get_mut(&link) {
+        of_link.remove(&id);
+        if of_link.is_empty() {
+            on_link.remove(&link);
+        }
     }
 }
 
@@ -306,7 +355,7 @@ impl OwnerSession {
             places = written(m, wish.tokens, &wish.groups);
             refused = self.loans.write(m, id, &places).err().map(FailureCause::Overlap);
         }
-        let kept = manifest.map(|m| outcome::kept(&m, wish.tokens, &wish.groups)).unwrap_or_default();
+        let kept = manifest.map(|m| outcome::kept(&m, wish.tokens, &wish.groups, Tokens::ZERO)).unwrap_or_default();
         if let Some(cause) = refused {
             let times = Times { attempts: 1, ..Times::default() };
             let report = Report::empty(wish.fence, wish.assurance, times, kept);
@@ -318,6 +367,7 @@ impl OwnerSession {
         self.pulls.by_lease.insert((wish.fence.lease, wish.fence.epoch), id);
         let state = State::Linking(Wanted::new(wish.fence.clone(), wish.content_key));
         let (started, deadline) = (self.now, self.now.saturating_add(wish.deadline));
+        let others = wish.policy.others.clone().into_iter();
         let pull = Pull {
             attempt: wish.fence.attempt,
             wish,
@@ -332,20 +382,28 @@ impl OwnerSession {
             places,
             started,
             deadline,
+            tries: 1,
+            tries_here: 1,
+            others,
             lease_end: None,
             state,
             phase: Phase::Link,
             since: started,
             phases: Phases::default(),
         };
+        self.pulls.due.set(id, pull.due());
         self.pulls.open.insert(id, Box::new(pull));
-        self.pulls.due.set(id, deadline);
         self.effects.push_back(Effect::Phase { pull: id, phase: Phase::Link });
+        self.seek_link(road, id);
+        id
+    }
+
+    /// Goes over the link that there is, or waits for one.
+    pub(super) fn seek_link(&mut self, road: RoadId, id: PullId) {
         match self.roads.link(road) {
             Some(link) if self.links.peer(link).is_some() => self.ask(id, link),
             _ => self.wait_for_link(road, id),
         }
-        id
     }
 
     fn refuses(&self, wish: &PullWish) -> Option<FailureCause> {
@@ -499,7 +557,9 @@ impl OwnerSession {
         let (wish, pairing) = (&pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
         let (assurance, priority, written) = (wish.assurance, wish.priority, wish.mode != Mode::Pull);
-        let deadline = Some(pull.deadline.saturating_sub(self.now));
+        let left = pull.deadline.saturating_sub(self.now);
+        let queue = wish.policy.within.queue.filter(|_| wish.mode == Mode::Pull);
+        let deadline = Some(queue.map_or(left, |queue| queue.min(left)));
         let (Some(pairing), Some((peer, direction))) = (pairing, self.reading(link)) else {
             return self.give_back(id, link, granted, FailureCause::NotReady);
         };
@@ -587,7 +647,7 @@ impl OwnerSession {
             },
             (None, Err(error)) => {
                 if let Some(wanted) = self.another_attempt(id, link, &ended) {
-                    return self.try_again(id, link, wanted);
+                    return self.try_again(id, link, wanted, true);
                 }
                 // Those that were stopped because of others are not what went wrong.
                 let own = |r: &&RankResult| matches!(r, Err(fault) if fault.stage != Stage::Cancelled);

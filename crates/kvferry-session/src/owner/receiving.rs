@@ -24,7 +24,7 @@ use kvferry_proto::push::{
 use kvferry_proto::rank::{RankFault, RankReport, Stage};
 use kvferry_proto::request::{RankResult, Step, Wanted};
 
-use super::config::Mode;
+use super::config::{Mode, Remedy};
 use super::loans::Writers;
 use super::pulls::State;
 use crate::outcome::FailureCause;
@@ -103,7 +103,7 @@ impl OwnerSession {
             groups: pull.wish.groups.clone(),
             within: pull.deadline().saturating_sub(now),
             priority: pull.wish.priority,
-            progress: pull.wish.mode == Mode::Push { progress: true },
+            progress: pull.wish.mode == Mode::Push { progress: true } || pull.wish.policy.then == Remedy::Recompute,
         };
         self.send_peer(link, PeerMessage::PushBind(Box::new(PushBind { bind, room })));
     }
@@ -176,7 +176,7 @@ impl OwnerSession {
             && let Some(pull) = self.pulls.open.get(&id)
         {
             let wanted = Wanted::new(next, pull.wish.content_key);
-            return self.try_again(id, link, wanted);
+            return self.try_again(id, link, wanted, true);
         }
         let failed = faults.iter().filter(|fault| fault.stage != Stage::Cancelled).count();
         let first = faults.iter().find(|fault| fault.stage != Stage::Cancelled).or(faults.first());
@@ -263,6 +263,9 @@ impl OwnerSession {
             return;
         }
         pull.granted.progress = tokens;
+        if pull.wish.mode != (Mode::Push { progress: true }) {
+            return;
+        }
         self.effects.push_back(Effect::Progress { pull: id, tokens });
     }
 

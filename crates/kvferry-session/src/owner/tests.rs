@@ -24,6 +24,7 @@ mod greetings;
 mod leases;
 mod links;
 mod pair;
+mod policy;
 mod pulls;
 mod pushes;
 mod random;
@@ -337,7 +338,7 @@ fn wish(fence: &Fence) -> PullWish {
         assurance: Assurance::Fenced,
         deadline: DEADLINE,
         priority: USUAL_PRIORITY,
-        attempts: 2,
+        policy: FailurePolicy::default(),
     }
 }
 
@@ -365,6 +366,10 @@ fn report(sources: &[u32]) -> Result<RankReport, RankFault> {
 
 fn fault(stage: Stage, in_doubt: bool) -> RankFault {
     RankFault { stage, text: "as the test wants".into(), in_doubt, bad: Vec::new() }
+}
+
+fn tries(attempts: u32) -> FailurePolicy {
+    FailurePolicy { attempts, ..FailurePolicy::default() }
 }
 
 fn offer() -> Offer {

@@ -171,7 +171,7 @@ impl Story {
         let (now, groups) = (self.at(who), other_dst_groups(u32::try_from(self.requests.len()).unwrap()));
         let attempts = u32::try_from(1 + self.dice.below(3)).unwrap();
         let deadline = Duration::from_millis(300 + self.dice.below(8_000));
-        let wish = PullWish { address: from.to_string(), groups, attempts, deadline, ..wish(&fence) };
+        let wish = PullWish { address: from.to_string(), groups, policy: tries(attempts), deadline, ..wish(&fence) };
         let pull = self.sides[who].session.pull(wish, now);
         self.requests.push(Request { who, pull, fence });
     }

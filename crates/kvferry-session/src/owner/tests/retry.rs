@@ -14,7 +14,7 @@ fn attempt(fence: &Fence, n: u32) -> Fence {
 fn reading(attempts: u32) -> (Pair, Fence, PullId) {
     let mut w = Pair::replicated();
     let fence = w.offer(1, Ttl::Usual);
-    let pull = w.pull_as(PullWish { attempts, deadline: 100 * SECOND, ..wish(&fence) });
+    let pull = w.pull_as(PullWish { policy: tries(attempts), deadline: 100 * SECOND, ..wish(&fence) });
     w.carry(nothing);
     assert_eq!(w.phase(pull), Some(Phase::Read));
     (w, fence, pull)
