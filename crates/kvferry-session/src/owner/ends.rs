@@ -156,6 +156,7 @@ impl OwnerSession {
             }
         }
         self.loans.rank_is_new(rank);
+        self.evidence_has_come();
     }
 
     /// Ends what is overdue.

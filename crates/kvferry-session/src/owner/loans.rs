@@ -105,7 +105,7 @@ impl Doubt {
     }
 
     fn is_of(&self, engine: &EngineId) -> bool {
-        self.theirs.as_ref().is_some_and(|w| w.fence.engine == *engine)
+        self.theirs.as_ref().is_some_and(|w| w.fence.engine == *engine && !w.ranks.is_empty())
     }
 }
 
@@ -210,6 +210,11 @@ impl Loans {
                 Stoppage::Unknown => {}
             });
         }
+    }
+
+    /// Whether ranks of an engine are in doubt.
+    pub(super) fn doubts(&self, engine: &EngineId) -> bool {
+        self.quarantine.values().any(|left| left.doubt.is_of(engine))
     }
 
     /// The producer's ranks that are in doubt for an attempt.

@@ -248,8 +248,13 @@ impl OwnerSession {
             }
             _ => {}
         }
-        let doubts = self.pushes.doubts.values().filter(|d| d.fence == *fence && d.consumer == peer);
-        let doubted: BTreeSet<RankId> = doubts.flat_map(|d| d.ranks.iter().copied()).collect();
+        let doubts = self.pushes.doubts.values_mut().filter(|d| d.fence == *fence && d.consumer == peer);
+        let mut doubted = BTreeSet::new();
+        for doubt in doubts {
+            // What is known later is told here.
+            doubt.link = link;
+            doubted.extend(doubt.ranks.iter().copied());
+        }
         let known = self.pushes.lives.contains(&fence.epoch);
         let writers = if known { stoppage(&doubted) } else { Stoppage::Unknown };
         self.say_stopped(link, fence, writers);

@@ -205,6 +205,7 @@ impl OwnerSession {
             let peer = self.links.peer(link).map(|p| p.engine().clone());
             if peer.as_ref() == Some(&fence.engine) {
                 self.loans.writers_stopped(fence, &stopped.writers);
+                self.evidence_has_come();
             }
             return;
         };
@@ -233,6 +234,10 @@ impl OwnerSession {
         let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         let fence = pull.fence();
         pull.doubt = (!doubted.is_empty()).then(|| pull.granted.doubt(fence, doubted));
+        let road = pull.road;
+        if !doubted.is_empty() {
+            self.seek_evidence(road);
+        }
         self.fail(id, cause, None);
     }
 
@@ -245,6 +250,7 @@ impl OwnerSession {
         let quiet = self.loans.doubted_writers(fence);
         let except = quiet.into_iter().filter(|rank| !named.contains(rank) || doubted.contains(rank)).collect();
         self.loans.writers_stopped(fence, &Stoppage::Except(except));
+        self.evidence_has_come();
     }
 
     /// A link to an engine is up: what it left in quarantine may be known to have stopped, or is asked for.
@@ -252,6 +258,7 @@ impl OwnerSession {
         for fence in self.loans.peer_is_met(peer) {
             self.send_peer(link, PeerMessage::Stop(Stop { fence }));
         }
+        self.evidence_has_come();
     }
 
     pub(super) fn on_progress(&mut self, link: LinkId, progress: &Progress) {
@@ -280,6 +287,7 @@ impl OwnerSession {
         for (pull, blocks) in self.loans.reclaim(since) {
             self.effects.push_back(Effect::Reclaimed { pull, blocks });
         }
+        self.evidence_has_come();
     }
 }
 

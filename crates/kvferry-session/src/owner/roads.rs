@@ -30,6 +30,8 @@ struct Road {
     waiting: BTreeSet<PullId>,
     /// Leases to be declined when there is a link.
     declines: Vec<Fence>,
+    /// Whether its engine is to be asked for evidence about writers in doubt.
+    evidence: bool,
     failures: u32,
     /// Why there is no link.
     last: Option<String>,
@@ -37,6 +39,13 @@ struct Road {
     met: Option<Digest>,
     /// Epochs that links have shown to be none of the engine's any more: references of them need no link of their own.
     stale: VecDeque<Epoch>,
+}
+
+impl Road {
+    /// Whether somebody waits for a link.
+    fn is_wanted(&self) -> bool {
+        !self.waiting.is_empty() || self.evidence
+    }
 }
 
 /// Stale epochs that are remembered for a road.
@@ -110,7 +119,7 @@ impl Roads {
     /// A road that nobody takes is forgotten, but for whom it led to.
     fn tidy(&mut self, road: RoadId) {
         let Some(r) = self.roads.get(&road) else { return };
-        if r.link.is_some() || r.next.is_some() || !r.waiting.is_empty() || !r.declines.is_empty() {
+        if r.link.is_some() || r.next.is_some() || r.is_wanted() || !r.declines.is_empty() {
             return;
         }
         self.retries.remove(road);
@@ -154,6 +163,7 @@ impl OwnerSession {
             next: None,
             waiting: BTreeSet::new(),
             declines: Vec::new(),
+            evidence: false,
             failures: 0,
             last: None,
             met,
@@ -248,7 +258,7 @@ impl OwnerSession {
     pub(super) fn road_is_down(&mut self, road: RoadId, link: LinkId) {
         let Some(r) = self.roads.roads.get_mut(&road).filter(|r| r.link == Some(link)) else { return };
         r.link = r.next.take();
-        if r.waiting.is_empty() { self.roads.tidy(road) } else { self.travel(road) }
+        if r.is_wanted() { self.travel(road) } else { self.roads.tidy(road) }
     }
 
     /// A link may not be made: nobody waits for it any more.
@@ -276,18 +286,38 @@ impl OwnerSession {
             }
         }
         let Some(r) = self.roads.roads.get(&road) else { return };
-        if r.waiting.is_empty() {
+        if !r.is_wanted() {
             return self.roads.tidy(road);
         }
         let due = self.now.saturating_add(self.config.retry.after(r.failures));
         self.roads.retries.set(road, due);
     }
 
+    /// Whether writers of this road's engine have stopped is to be asked, for as long as that is not known.
+    pub(super) fn seek_evidence(&mut self, road: RoadId) {
+        if let Some(r) = self.roads.roads.get_mut(&road) {
+            r.evidence = true;
+            self.travel(road);
+        }
+    }
+
+    /// Evidence has come: nobody is asked any more who isn't in doubt.
+    pub(super) fn evidence_has_come(&mut self) {
+        let seeking = self.roads.roads.iter().filter(|(_, r)| r.evidence && !self.loans.doubts(&r.engine));
+        let settled: Vec<RoadId> = seeking.map(|(id, _)| *id).collect();
+        for road in settled {
+            if let Some(r) = self.roads.roads.get_mut(&road) {
+                r.evidence = false;
+            }
+            self.roads.tidy(road);
+        }
+    }
+
     /// Tries again what is due.
     pub(super) fn retry_roads(&mut self) {
         while let Some(road) = self.roads.retries.take_due(self.now) {
             // Whoever wanted another link than the one that is up may have gone.
-            if self.roads.roads.get(&road).is_some_and(|r| r.link.is_none() || !r.waiting.is_empty()) {
+            if self.roads.roads.get(&road).is_some_and(|r| r.link.is_none() || r.is_wanted()) {
                 self.travel_anew(road);
             }
         }
