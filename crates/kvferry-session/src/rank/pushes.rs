@@ -176,9 +176,6 @@ impl RankSession {
             (None, Arc::new(batch.check(&[], &[]).map_err(unbound)?))
         } else {
             let lane = self.lane_to(id, dst)?;
-            if let Gate::Refused(why) = self.lanes.gate(lane) {
-                return Err(other.fault(Stage::Connect, why));
-            }
             let info = self.end.transport.peer(lane).map_err(|e| other.fault(Stage::Connect, e))?;
             (Some(lane), bind_write(batch, &self.cache, &info).map_err(unbound)?)
         };
@@ -252,13 +249,18 @@ impl RankSession {
         let Some((lane, peer)) = push.and_then(|p| Some((p.targets.get(&dst)?.lane, p.order.pairing.peer))) else {
             return Err(fault(Stage::Connect, "the order has ended"));
         };
-        if let Some(lane) = lane {
-            return Ok(lane);
-        }
         let other = Order::Push(id).other(dst);
-        let manifest = self.peers.get(&peer).map(|known| known.manifest.clone());
-        let manifest = manifest.ok_or_else(|| other.fault(Stage::Connect, "the engine was forgotten"))?;
-        let lane = self.lane(peer, dst, &manifest).map_err(|e| other.fault(Stage::Connect, e))?;
+        let lane = match lane {
+            Some(lane) => lane,
+            None => {
+                let manifest = self.peers.get(&peer).map(|known| known.manifest.clone());
+                let manifest = manifest.ok_or_else(|| other.fault(Stage::Connect, "the engine was forgotten"))?;
+                self.lane(peer, dst, &manifest).map_err(|e| other.fault(Stage::Connect, e))?
+            }
+        };
+        if let Gate::Refused(why) = self.lanes.gate(lane) {
+            return Err(other.fault(Stage::Connect, why));
+        }
         if let Some(target) = self.pushes.get_mut(id).and_then(|p| p.targets.get_mut(&dst)) {
             target.lane = Some(lane);
         }

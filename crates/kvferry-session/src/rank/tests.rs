@@ -418,4 +418,5 @@ fn digest_orders_end_when_they_are_cancelled() {
 }
 
 mod lanes;
+mod push;
 mod slices;
