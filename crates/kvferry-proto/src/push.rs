@@ -248,6 +248,14 @@ impl Writing {
         self.ends.extend(pending.into_iter().map(|rank| (rank, Err(fault.clone()))));
     }
 
+    /// A rank that was in doubt is known to have stopped after all. False if it was not in doubt.
+    pub fn has_stopped(&mut self, rank: RankId) -> bool {
+        match self.ends.get_mut(&rank) {
+            Some(Err(fault)) => std::mem::replace(&mut fault.in_doubt, false),
+            _ => false,
+        }
+    }
+
     /// The writers whose memory accesses nobody has seen the end of, of those that have ended.
     #[must_use]
     pub fn in_doubt(&self) -> BTreeSet<RankId> {
@@ -381,6 +389,9 @@ mod tests {
         assert_eq!((late.is_over(), late.in_doubt()), (true, set(&[1, 4])));
         assert!(w.on_end(rank(1), done()) && w.is_over());
         assert_eq!(w.in_doubt(), set(&[4]));
+        let mut later = w.clone();
+        assert!(later.has_stopped(rank(4)) && !later.has_stopped(rank(4)) && !later.has_stopped(rank(1)));
+        assert!(later.in_doubt().is_empty());
         assert_eq!(w.told(fence(0), Vec::new()), written(&[(1, done()), (4, fault(true))]));
         assert!(Writing::new(BTreeSet::new()).is_over(), "nobody is named, nothing is awaited");
     }

@@ -73,8 +73,11 @@ impl OwnerSession {
                     _ => self.fail_written(id, FailureCause::LeaseClosed { how: Closing::Restarted }, &BTreeSet::new()),
                 }
             }
-            // Nobody wants it any more; the next attempt is nobody's.
-            Some(State::Halting { cause, .. }) => self.fail_written(id, cause, &BTreeSet::new()),
+            // Nobody wants it any more, nor what is offered anew.
+            Some(State::Halting { receiving, cause, .. }) => {
+                self.say_stop(id, receiving.fence().clone());
+                self.fail_written(id, cause, &BTreeSet::new());
+            }
             Some(other) => self.put(id, other),
             None => {}
         }
@@ -88,6 +91,9 @@ impl OwnerSession {
     pub(super) fn abandon(&mut self, id: PullId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (Some(link), fence) = (pull.link, pull.fence()) else { return };
+        if self.is_pushed(id) {
+            return self.say_stop(id, fence);
+        }
         self.release_former(id, link);
         self.send_peer(link, PeerMessage::Release(Release { fence, reads: ReadsEnd::Abandoned }));
     }

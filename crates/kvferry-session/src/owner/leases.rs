@@ -9,7 +9,7 @@ use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::request::SrcGroup;
 use kvferry_proto::lease::{Bound, Closed, Closing, Consumer, Offer, Offered, Term, first_attempt, stale};
 use kvferry_proto::manifest::EngineManifest;
-use kvferry_proto::names::pairing_salt;
+use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{
     Bind, BindAnswer, BindRefusal, Grant, Heartbeat, HeartbeatAnswer, LeaseClosed, Left, PeerMessage, ReadsEnd,
     Release, Verdict,
@@ -32,6 +32,10 @@ pub(super) struct Open {
     pub(super) stream: Option<Box<StreamState>>,
     /// What our ranks write of it, or have written last.
     pub(super) push: Option<Box<Push>>,
+    /// Whom it was taken from when it was offered anew.
+    before: Option<EngineId>,
+    /// The last attempt of which it was said that nobody writes: it is never bound (again), whatever still comes.
+    refused: Option<Attempt>,
 }
 
 impl Open {
@@ -45,6 +49,16 @@ impl Open {
             }
             State::Moving => State::Moving,
         };
+    }
+
+    /// No attempt up to this one is bound any more.
+    pub(super) fn refuse_up_to(&mut self, attempt: Attempt) {
+        self.refused = self.refused.max(Some(attempt));
+    }
+
+    /// Whether it was this engine that had bound it before it was offered anew.
+    pub(super) fn was_of(&self, engine: &EngineId) -> bool {
+        self.before.as_ref() == Some(engine)
     }
 
     /// Whether ranks of ours write it, or may be about to.
@@ -152,7 +166,10 @@ impl Leases {
             self.ends.set(lease, end);
         }
         let state = State::Offered(Offered::new(fence, offer, term));
-        self.open.insert(lease, Box::new(Open { state, since: now, places, stream: None, push: None }));
+        self.open.insert(
+            lease,
+            Box::new(Open { state, since: now, places, stream: None, push: None, before: None, refused: None }),
+        );
     }
 
     /// A lease that this link has bound, by this attempt.
@@ -315,6 +332,9 @@ impl OwnerSession {
         let peer = self.links.peer(link).cloned().ok_or(BindRefusal::UnknownLease)?;
         let by = consumer(&peer);
         let open = self.leases.open.get(&lease).ok_or(BindRefusal::UnknownLease)?;
+        if open.refused.is_some_and(|refused| bind.fence.attempt <= refused) {
+            return Err(BindRefusal::UnknownLease);
+        }
         match &open.state {
             // Its writers for the attempt before must have stopped.
             State::Bound(state, of) if *of == link && !open.is_written() => state.admits(bind, &by, now)?,
@@ -429,6 +449,11 @@ impl OwnerSession {
                     self.leases.put(lease, State::Bound(state, of));
                     left
                 }
+                // Its prefill begins anew, and it will be offered again.
+                Some(state @ State::Stopping { then: Then::Reopen, .. }) => {
+                    self.leases.put(lease, state);
+                    Left::For(by)
+                }
                 Some(other) => {
                     self.leases.put(lease, other);
                     Left::Closed
@@ -442,11 +467,6 @@ impl OwnerSession {
     /// Ends one that nobody has bound, as nobody will.
     pub(super) fn end_offered(&mut self, lease: LeaseId) -> bool {
         self.end_lease(lease, Closing::Declined)
-    }
-
-    /// One whose writers are being stopped isn't offered anew after it.
-    pub(super) fn end_unwanted(&mut self, lease: LeaseId) -> bool {
-        self.end_lease(lease, Closing::Abandoned)
     }
 
     /// Takes a lease back, whatever its state; false where there is none.
@@ -481,9 +501,9 @@ impl OwnerSession {
                 self.end_bound(lease, Then::Close(how));
             }
             // It ends anyway, or does now.
-            Some(State::Stopping { bound, link, then, until }) => {
-                let then = if then == Then::Reopen { Then::Close(how) } else { then };
-                self.leases.put(lease, State::Stopping { bound, link, then, until });
+            Some(state @ State::Stopping { .. }) => {
+                self.leases.put(lease, state);
+                self.end_bound(lease, Then::Close(how));
             }
             Some(State::Moving) | None => return false,
         }
@@ -496,6 +516,11 @@ impl OwnerSession {
         let written = open.is_written();
         let (bound, link) = match self.leases.take(lease) {
             Some(State::Bound(bound, link)) => (bound, link),
+            // One that was to be offered anew isn't.
+            Some(State::Stopping { bound, link, then: before, until }) => {
+                let then = if before == Then::Reopen { then } else { before };
+                return self.leases.put(lease, State::Stopping { bound, link, then, until });
+            }
             Some(other) => return self.leases.put(lease, other),
             None => return,
         };
@@ -524,6 +549,9 @@ impl OwnerSession {
             self.send_peer(link, PeerMessage::Closed(LeaseClosed { fence, how }));
             self.leases.unbind(lease, &consumer, link);
             self.leases.put(lease, State::Offered(offered));
+            if let Some(open) = self.leases.open.get_mut(&lease) {
+                open.before = Some(consumer);
+            }
             self.end_asks(lease, "the prefill has begun anew");
         } else {
             if let Some(doubted) = doubted {

@@ -153,6 +153,17 @@ impl Links {
         self.established(link).is_some_and(|e| e.version >= Versions::LEASES)
     }
 
+    /// When its peer was asked who it is, if it was asked: what it has said of itself is not older.
+    pub(super) fn asked(&self, link: LinkId) -> Option<Duration> {
+        if self.knows_leases(link) { self.links.get(&link)?.greeted } else { None }
+    }
+
+    /// Those that are up and lead to an engine, whoever has made them.
+    pub(super) fn to_engine(&self, engine: &EngineId) -> Vec<LinkId> {
+        let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
+        self.links.iter().filter(|(_, l)| leads(l)).map(|(id, _)| *id).collect()
+    }
+
     pub(super) fn exists(&self, link: LinkId) -> bool {
         self.links.contains_key(&link)
     }

@@ -91,6 +91,8 @@ pub(super) struct Doubt {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Writers {
     pub(super) fence: Fence,
+    /// When they were granted their room.
+    pub(super) granted: Duration,
     /// Each with its own life, and the ranks of ours whose memory it writes.
     pub(super) ranks: BTreeMap<RankId, (Epoch, BTreeSet<RankId>)>,
 }
@@ -223,14 +225,15 @@ impl Loans {
         of_fence.filter(|w| w.fence == *fence).flat_map(|w| w.ranks.keys().copied()).collect()
     }
 
-    /// An engine was met: a rank of it that has begun another life writes nothing any more that its former life was to write. Gives
-    /// the attempts of which others are still in doubt.
-    pub(super) fn peer_is_met(&mut self, peer: &EngineManifest) -> Vec<Fence> {
+    /// An engine was met: a rank of it that has begun another life writes nothing any more that its former life was to write. That is
+    /// known only if what the engine says of itself is not older than the grant (`since` then it was asked): lives have no order. Gives the
+    /// attempts of which others are still in doubt.
+    pub(super) fn peer_is_met(&mut self, peer: &EngineManifest, since: Option<Duration>) -> Vec<Fence> {
         let of_peer = |left: &Left| left.doubt.is_of(peer.engine());
         let ids: Vec<PullId> = self.quarantine.iter().filter(|(_, left)| of_peer(left)).map(|(id, _)| *id).collect();
         for id in &ids {
             self.settle(*id, |doubt| {
-                if let Some(w) = &mut doubt.theirs {
+                if let Some(w) = doubt.theirs.as_mut().filter(|w| since.is_some_and(|since| since >= w.granted)) {
                     w.ranks.retain(|rank, (epoch, _)| peer.contact(*rank).is_some_and(|c| c.epoch == *epoch));
                 }
             });

@@ -160,10 +160,15 @@ impl OwnerSession {
         };
         let failed = result.is_err();
         let push = self.leases.open.get_mut(&lease).and_then(|open| open.push.as_mut()).filter(|push| push.id == id);
-        let counts = push.is_some_and(|push| push.writing.on_end(rank, result));
-        if !counts {
+        let Some(push) = push else { return };
+        if !push.writing.is_pending(rank) {
+            // It was lost, and is heard of after all.
+            if !matches!(&result, Err(fault) if fault.in_doubt) {
+                push.writing.has_stopped(rank);
+            }
             return;
         }
+        push.writing.on_end(rank, result);
         if failed {
             // The others write for nothing.
             self.stop_writers(lease);
@@ -230,20 +235,37 @@ impl OwnerSession {
         if fence.engine != self.config.engine {
             return self.say_stopped(link, fence, Stoppage::Unknown);
         }
-        let same = self.leases.open.get(&lease).filter(|open| open.state.fence() == Some(fence));
-        match same.map(|open| &open.state) {
-            Some(State::Bound(bound, _)) if bound.consumer().engine == peer => {
+        // Only of this life of ours: in another there was another lease.
+        let open = self.leases.open.get_mut(&lease).filter(|open| {
+            let of_lease = |f: &Fence| f.epoch == fence.epoch;
+            open.state.fence().is_some_and(of_lease)
+        });
+        if let Some(open) = open {
+            open.refuse_up_to(fence.attempt);
+        }
+        let open = self.leases.open.get(&lease);
+        match open.map(|open| &open.state) {
+            // Of a later attempt than the one that is bound, its bind is still on its way, or lost: the lease isn't wanted either.
+            Some(State::Bound(bound, _)) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
+                let answered = bound.fence() == fence;
                 self.leases.answer_on(lease, link);
-                return self.end_bound(lease, Then::Close(Closing::Abandoned));
+                self.end_bound(lease, Then::Close(Closing::Abandoned));
+                if answered {
+                    return;
+                }
             }
-            Some(State::Stopping { bound, .. }) if bound.consumer().engine == peer => {
+            Some(State::Stopping { bound, .. }) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
+                let answered = bound.fence() == fence;
                 self.leases.answer_on(lease, link);
                 // What it doesn't want isn't offered anew.
-                self.end_unwanted(lease);
-                return;
+                self.end_bound(lease, Then::Close(Closing::Abandoned));
+                if answered {
+                    return;
+                }
             }
-            // A bind of it may still be on its way, by another link: it must find nothing.
-            Some(State::Offered(_)) => {
+            // A bind of it may still be on its way, by another link: it must find nothing. Nor is anybody else to have what was offered
+            // anew to the one who doesn't want it.
+            Some(State::Offered(state)) if asks(state.fence(), fence) || open.is_some_and(|o| o.was_of(&peer)) => {
                 self.end_offered(lease);
             }
             _ => {}
@@ -266,10 +288,13 @@ impl OwnerSession {
 
     /// A writer that was in doubt has stopped.
     fn writer_has_stopped(&mut self, id: PushId, rank: RankId) {
-        let Some(doubt) = self.pushes.doubts.get_mut(&id) else { return };
-        if !doubt.ranks.remove(&rank) {
-            return;
+        let lease = self.pushes.open.get(&id).or_else(|| self.pushes.doubts.get(&id).map(|d| &d.fence.lease)).copied();
+        let push = lease.and_then(|lease| self.leases.open.get_mut(&lease)).and_then(|open| open.push.as_mut());
+        if let Some(push) = push.filter(|push| push.id == id) {
+            push.writing.has_stopped(rank);
         }
+        let Some(doubt) = self.pushes.doubts.get_mut(&id).filter(|doubt| doubt.ranks.contains(&rank)) else { return };
+        doubt.ranks.remove(&rank);
         let (fence, link, ranks) = (doubt.fence.clone(), doubt.link, doubt.ranks.clone());
         if ranks.is_empty() {
             self.pushes.doubts.remove(&id);
@@ -289,8 +314,8 @@ impl OwnerSession {
 
     /// A rank has joined anew: its former life writes no more.
     pub(super) fn rank_is_new_in_pushes(&mut self, rank: RankId) {
-        let doubts: Vec<PushId> = self.pushes.doubts.keys().copied().collect();
-        for id in doubts {
+        let known: Vec<PushId> = self.pushes.doubts.keys().chain(self.pushes.open.keys()).copied().collect();
+        for id in known {
             self.writer_has_stopped(id, rank);
         }
     }
@@ -310,6 +335,11 @@ impl OwnerSession {
         let (link, fence) = (*link, bound.fence().clone());
         self.send_peer(link, PeerMessage::Progress(Progress { fence, tokens }));
     }
+}
+
+/// Whether a stop is about this attempt of a lease, or about a later one of it.
+fn asks(of: &Fence, stop: &Fence) -> bool {
+    of.epoch == stop.epoch && of.attempt <= stop.attempt
 }
 
 /// What is said of writers of which these are in doubt.

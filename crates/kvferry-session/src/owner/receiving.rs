@@ -11,7 +11,7 @@
 //!
 //! Evidence may come later, when the request has long ended: its producer is asked on every new link.
 
-use super::{BTreeMap, BTreeSet, Effect, Fence, LinkId, OwnerSession, PullId};
+use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, LinkId, OwnerSession, PullId};
 use std::sync::Arc;
 
 use kvferry_geometry::units::{RankId, Tokens};
@@ -36,6 +36,8 @@ pub(super) struct Granted {
     writers: BTreeMap<RankId, (kvferry_proto::names::Epoch, BTreeSet<RankId>)>,
     /// What each has done, once all have.
     reports: BTreeMap<RankId, WriterReport>,
+    /// When they were told.
+    at: Duration,
     /// The tokens before this one are in place.
     pub(super) progress: Tokens,
 }
@@ -44,7 +46,7 @@ impl Granted {
     /// Those of these writers that write, with all that is needed to tell later that they have stopped.
     pub(super) fn doubt(&self, fence: Fence, who: &BTreeSet<RankId>) -> Writers {
         let ranks = self.writers.iter().filter(|(rank, _)| who.contains(rank)).map(|(rank, of)| (*rank, of.clone()));
-        Writers { fence, ranks: ranks.collect() }
+        Writers { fence, granted: self.at, ranks: ranks.collect() }
     }
 
     pub(super) fn writers(&self) -> BTreeSet<RankId> {
@@ -97,7 +99,7 @@ impl OwnerSession {
             let Some(contact) = peer.contact(*src) else { continue };
             writers.entry(*src).or_insert_with(|| (contact.epoch, BTreeSet::new())).1.insert(*dst);
         }
-        pull.granted = Granted { writers, ..Granted::default() };
+        pull.granted = Granted { writers, at: now, ..Granted::default() };
         let room = Room {
             tokens: pull.wish.tokens,
             groups: pull.wish.groups.clone(),
@@ -117,11 +119,9 @@ impl OwnerSession {
 
     pub(super) fn on_written(&mut self, link: LinkId, written: Written) {
         let fence = written.fence.clone();
-        let Some(id) = self.pulls.find(&fence, link) else {
-            // The request has ended without it.
-            let (doubted, named) = (ends_in_doubt(&written), written.writers.iter().map(|(rank, _)| *rank).collect());
-            return self.late_evidence(link, &fence, doubted, &named);
-        };
+        // Of a request that has ended without it; another one of the same lease may be open.
+        let late = self.late_evidence(link, &written);
+        let Some(id) = self.pulls.find(&fence, link) else { return };
         match self.pulls.take(id) {
             Some(State::Receiving(receiving)) => match receiving.on_written(written) {
                 Step::Next(Arrival::Whole { groups, reports }) => {
@@ -154,7 +154,9 @@ impl OwnerSession {
             }
             Some(other) => {
                 self.put(id, other);
-                self.contradiction(link, fence, "the end of its writes is told again".into());
+                if !late {
+                    self.contradiction(link, fence, "the end of its writes is told again".into());
+                }
             }
             None => {}
         }
@@ -201,14 +203,11 @@ impl OwnerSession {
 
     pub(super) fn on_stopped(&mut self, link: LinkId, stopped: Stopped) {
         let fence = &stopped.fence;
-        let Some(id) = self.pulls.find(fence, link) else {
-            let peer = self.links.peer(link).map(|p| p.engine().clone());
-            if peer.as_ref() == Some(&fence.engine) {
-                self.loans.writers_stopped(fence, &stopped.writers);
-                self.evidence_has_come();
-            }
-            return;
-        };
+        if self.is_of(link, fence) {
+            self.loans.writers_stopped(fence, &stopped.writers);
+            self.evidence_has_come();
+        }
+        let Some(id) = self.pulls.find(fence, link) else { return };
         let doubted = |of: &Receiving| match &stopped.writers {
             Stoppage::All => BTreeSet::new(),
             Stoppage::Except(ranks) => of.writers().intersection(ranks).copied().collect(),
@@ -233,29 +232,43 @@ impl OwnerSession {
     pub(super) fn fail_written(&mut self, id: PullId, cause: FailureCause, doubted: &BTreeSet<RankId>) {
         let Some(pull) = self.pulls.open.get_mut(&id) else { return };
         let fence = pull.fence();
-        pull.doubt = (!doubted.is_empty()).then(|| pull.granted.doubt(fence, doubted));
-        let road = pull.road;
+        pull.doubt = (!doubted.is_empty()).then(|| pull.granted.doubt(fence.clone(), doubted));
+        let (road, over) = (pull.road, pull.link);
         if !doubted.is_empty() {
             self.seek_evidence(road);
+            // Another link may be up already, that nobody will ask on otherwise.
+            for link in self.links.to_engine(&fence.engine).into_iter().filter(|link| Some(*link) != over) {
+                self.send_peer(link, PeerMessage::Stop(Stop { fence: fence.clone() }));
+            }
         }
         self.fail(id, cause, None);
     }
 
-    /// What a request has left in quarantine may be known to have stopped.
-    fn late_evidence(&mut self, link: LinkId, fence: &Fence, doubted: BTreeSet<RankId>, named: &BTreeSet<RankId>) {
-        if self.links.peer(link).is_none_or(|p| *p.engine() != fence.engine) {
-            return;
+    /// What a request has left in quarantine may be known to have stopped. Gives whether one has.
+    fn late_evidence(&mut self, link: LinkId, written: &Written) -> bool {
+        let fence = &written.fence;
+        let waiting = self.loans.doubted_writers(fence);
+        if waiting.is_empty() || !self.is_of(link, fence) {
+            return false;
         }
         // Of those that it doesn't name it says nothing.
-        let quiet = self.loans.doubted_writers(fence);
-        let except = quiet.into_iter().filter(|rank| !named.contains(rank) || doubted.contains(rank)).collect();
+        let doubted = ends_in_doubt(written);
+        let named: BTreeSet<RankId> = written.writers.iter().map(|(rank, _)| *rank).collect();
+        let except = waiting.into_iter().filter(|rank| !named.contains(rank) || doubted.contains(rank)).collect();
         self.loans.writers_stopped(fence, &Stoppage::Except(except));
         self.evidence_has_come();
+        true
+    }
+
+    /// Whether a link's peer is the engine that a fence names.
+    fn is_of(&self, link: LinkId, fence: &Fence) -> bool {
+        self.links.peer(link).is_some_and(|p| *p.engine() == fence.engine)
     }
 
     /// A link to an engine is up: what it left in quarantine may be known to have stopped, or is asked for.
     pub(super) fn ask_for_evidence(&mut self, link: LinkId, peer: &Arc<EngineManifest>) {
-        for fence in self.loans.peer_is_met(peer) {
+        let since = self.links.asked(link);
+        for fence in self.loans.peer_is_met(peer, since) {
             self.send_peer(link, PeerMessage::Stop(Stop { fence }));
         }
         self.evidence_has_come();

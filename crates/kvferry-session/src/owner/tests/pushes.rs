@@ -539,3 +539,113 @@ fn owners_without_links_are_clean_afterwards() {
     w.cut();
     assert!(is_clean(&w.p.session) && is_clean(&w.d.session));
 }
+
+/// The producer is told to stop an attempt whose grant is still on its way, while the attempt before it is bound: that grant must find
+/// nothing, whatever link it comes by.
+#[test]
+fn a_grant_of_the_next_attempt_that_comes_after_its_stop_finds_nothing() {
+    let mut w = Pair::replicated();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.push(&fence);
+    let first = *w.p.pushes().keys().next().unwrap();
+    w.pushed(first, lost(false));
+    w.carry(losing(&["PushBind"]));
+    let (late, old) = (w.kept.pop().unwrap(), w.links[0]);
+    assert_eq!(w.phase(pull), Some(Phase::Bind));
+    let now = w.now;
+    w.d.session.link_closed(old.0, "cut", now);
+    w.links.clear();
+    w.d.take();
+    assert_eq!((w.end_of(pull), w.d.session.quarantined() > 0), ("Link".into(), true));
+    w.carry(nothing);
+    assert_eq!(w.d.session.quarantined(), 0, "nobody writes");
+    w.p.orders.clear();
+    w.p.session.peer_message(old.1, late.2, now);
+    w.p.take();
+    assert_eq!(w.p.pushes().len(), 0);
+    assert_eq!(w.p.closed, [(fence, Closing::Abandoned)]);
+}
+
+/// A lost writer joins anew while others still write: that is evidence before anybody has asked for it.
+#[test]
+fn evidence_that_comes_while_others_write_counts() {
+    let (mut w, fence, pull) = world();
+    let now = w.now;
+    let id = w.p.pushes()[&0].push;
+    // The link is lost, so the lease is not spared; its other writers take their time.
+    w.p.session.rank_closed(w.p.rank_links[3], "killed", now);
+    w.carry(nothing);
+    w.p.rejoin(3, now);
+    w.carry(nothing);
+    for rank in 0..3 {
+        w.pushed_as(rank, id, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    assert!(w.end_of(pull) != "-" && w.failed(pull).report.writers_in_doubt.is_empty(), "{}", w.end_of(pull));
+    assert_eq!(w.p.closed, [(fence, Closing::RankLost)]);
+    assert!(w.p.session.pushes.is_empty() && w.d.session.quarantined() == 0);
+}
+
+/// What a stop is answered is what is known then, not what was known when the writers ended.
+#[test]
+fn evidence_that_comes_after_the_end_counts() {
+    let (mut w, fence, _) = world();
+    for rank in 0..4 {
+        w.pushed(rank, lost(rank == 0));
+    }
+    w.carry(losing(&["Written"]));
+    let (id, now, theirs) = (w.p.pushes()[&0].push, w.now, w.links[0].1);
+    w.pushed_as(0, id, Err(fault(Stage::Cancelled, false)));
+    w.carry(losing(&["Stopped"]));
+    assert!(w.p.session.pushes.is_empty());
+    w.p.session.peer_message(theirs, PeerMessage::Stop(Stop { fence: fence.clone() }), now);
+    w.p.take();
+    let answer = PeerMessage::Stopped(Stopped { fence, writers: Stoppage::All });
+    assert!(w.p.to_peer.iter().any(|(_, m)| *m == answer), "{:?}", w.p.to_peer);
+}
+
+/// A consumer whose heartbeat falls into the drain of a prefill that begins anew goes on.
+#[test]
+fn a_heartbeat_while_a_restart_drains_ends_nothing() {
+    let mut w = Pair::leased();
+    let fence = w.announce(1);
+    let pull = w.push(&fence);
+    let (now, theirs) = (w.now, w.links[0].1);
+    w.p.session.restart(LeaseId::new(1), src_groups(), now).unwrap();
+    let beat = kvferry_proto::peer::Heartbeat { beat: 1, leases: vec![(fence.lease, fence.attempt)] };
+    w.p.session.peer_message(theirs, PeerMessage::Heartbeat(beat), now);
+    w.p.take();
+    let left = w.p.to_peer.iter().find_map(|(_, m)| match m {
+        PeerMessage::HeartbeatAnswer(answer) => Some(answer.left.clone()),
+        _ => None,
+    });
+    assert!(matches!(left.as_deref(), Some([kvferry_proto::peer::Left::For(_)])), "{left:?}");
+    w.carry(nothing);
+    assert_eq!(w.phase(pull), Some(Phase::Write));
+    // Its consumer is lost meanwhile: then it is offered to nobody.
+    w.cut();
+    for rank in 0..4 {
+        w.pushed_as(rank, PushId(1), Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    assert_eq!(w.p.closed, [(fence, Closing::ConsumerLost)]);
+}
+
+/// A manifest that may be older than the grant tells nothing of the lives of those who write.
+#[test]
+fn an_old_greeting_is_no_evidence() {
+    let (mut w, fence, pull) = world();
+    w.cut();
+    assert!(w.d.session.quarantined() > 0);
+    let (spec, groups, ranks) = crate::testing::shape(4);
+    let contact = |n: u128| kvferry_proto::manifest::RankContact { epoch: Epoch::new(n), blob: Arc::from([0u8; 4]) };
+    let cache = kvferry_geometry::manifest::Manifest::new(spec, groups, ranks).unwrap();
+    let contacts = (0..4).map(|n| contact(9000 + n)).collect();
+    let met = EngineManifest::new(fence.engine.clone(), Epoch::new(9), cache, contacts).unwrap();
+    let writers = w.failed(pull).report.writers_in_doubt.len();
+    let at = w.now;
+    assert_eq!(w.d.session.loans.peer_is_met(&met, None), [fence.clone()]);
+    assert_eq!(w.d.session.snapshot(at).quarantine[0].writers.len(), writers);
+    assert_eq!(w.d.session.loans.peer_is_met(&met, Some(at)), []);
+    assert_eq!(w.d.session.quarantined(), 0);
+}
