@@ -27,6 +27,8 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-ucx", &["kvferry-geometry", "kvferry-transport"]),
     ("kvferry-nixl", &["kvferry-geometry", "kvferry-transport"]),
     ("kvferry-session", &["kvferry-geometry", "kvferry-proto", "kvferry-transport", "kvferry-memory"]),
+    // Nothing of the product may need it.
+    (SIM, &[GEOMETRY, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
     ("kvferry", &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
     ("kvferry-oracle", &["kvferry-geometry"]),
     (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
@@ -41,6 +43,7 @@ const GEOMETRY: &str = "kvferry-geometry";
 const MODELS: &str = "kvferry-models";
 const GOLDEN: &str = "kvferry-golden";
 const FUZZ: &str = "kvferry-fuzz";
+const SIM: &str = "kvferry-sim";
 const APPLICATION: &[&str] = &[
     GEOMETRY,
     MODELS,
@@ -50,6 +53,7 @@ const APPLICATION: &[&str] = &[
     "kvferry-ucx",
     "kvferry-nixl",
     "kvferry-session",
+    SIM,
     "kvferry",
     GOLDEN,
 ];

@@ -22,6 +22,7 @@ mod native;
 mod plan;
 mod preflight;
 mod show;
+mod soak;
 mod test;
 
 #[derive(Parser)]
@@ -51,6 +52,8 @@ enum Command {
     Check(check::Args),
     /// Print what would move from engine P to engine D for one request
     Plan(plan::Args),
+    /// Run seeded worlds of many engines in which everything goes wrong, and hold them to the invariants
+    Soak(soak::Args),
     /// Hold recorded transfers of another connector against our plans
     Golden(golden::Args),
 }
@@ -68,6 +71,7 @@ fn main() -> ExitCode {
         Command::Mutants(args) => mutants::run(args),
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Soak(args) => soak::run(&args),
         Command::Golden(args) => golden::run(&args),
     };
     result.unwrap_or_else(|error| {

@@ -1,0 +1,92 @@
+//! What the engines of a world want of each other, drawn before it begins.
+
+use std::time::Duration;
+
+use crate::faults::{FaultKind, FaultPlan};
+use crate::mask::Mask;
+use crate::rng::{Rng, ms};
+
+/// One request, from a prompt to what becomes of its cache.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RequestPlan {
+    /// When its prompt arrives at the producer.
+    pub at: Duration,
+    /// The engine that computes it, counted in the world.
+    pub producer: u32,
+    /// The engine that reads it.
+    pub consumer: u32,
+    /// Length of the prompt.
+    pub tokens: u64,
+    /// Tokens that the consumer has already.
+    pub cached: u64,
+    /// How long the prefill takes.
+    pub prefill: Duration,
+    /// How long the consumer keeps what it has read.
+    pub decode: Duration,
+    /// Tokens that the consumer adds and gives back to the producer; `None`: it gives nothing back.
+    pub back: Option<u64>,
+    /// Whether all bytes are compared.
+    pub full: bool,
+    /// How often its reads may be tried.
+    pub attempts: u32,
+    /// How long its reads may take.
+    pub deadline: Duration,
+    /// How long the offer lasts; `None`: as the owner says.
+    pub ttl: Option<Duration>,
+    /// Its priority.
+    pub priority: u8,
+    /// Whether it is made anew, from the prefill on, where it fails.
+    pub again: bool,
+    /// What goes wrong with it, and how long after the offer.
+    pub wrong: Vec<(FaultKind, Duration)>,
+}
+
+impl RequestPlan {
+    /// The request of this number in a world of so many engines.
+    #[must_use]
+    pub fn draw(seed: u64, number: u32, (engines, longest, span): (u32, u64, Duration), faults: &FaultPlan) -> Self {
+        let mut rng = Rng::of(&[seed, 0x4e, u64::from(number)]);
+        let producer = rng.small(0, engines.saturating_sub(1));
+        let apart = rng.small(1, engines.saturating_sub(1).max(1));
+        let tokens = rng.between(1, longest);
+        let cached = match rng.below(10) {
+            0 => tokens,
+            1..=3 => rng.below(tokens),
+            _ => 0,
+        };
+        let at = rng.time(Duration::ZERO, span);
+        let (prefill, decode) = (rng.time(ms(1), ms(80)), rng.time(ms(1), ms(400)));
+        let back = rng.chance(1500).then(|| rng.below(5));
+        let mut plan = Self {
+            at,
+            producer,
+            consumer: (producer + apart) % engines.max(1),
+            tokens,
+            cached,
+            prefill,
+            decode,
+            back,
+            full: rng.chance(3000),
+            attempts: rng.small(1, 3),
+            deadline: rng.time(ms(1000), ms(8000)),
+            ttl: rng.chance(5000).then(|| rng.time(ms(300), ms(6000))),
+            priority: u8::try_from(rng.below(4) * 60).unwrap_or(0),
+            again: rng.chance(4000),
+            wrong: Vec::new(),
+        };
+        for &(kind, _) in FaultKind::OF_REQUESTS {
+            let after = rng.time(ms(0), ms(60));
+            let strikes = rng.below(10_000);
+            if strikes < u64::from(faults.rates.get(&kind).copied().unwrap_or(0)) {
+                plan.wrong.push((kind, after));
+            }
+        }
+        plan
+    }
+
+    /// Whether this goes wrong with it, and how long after the offer.
+    #[must_use]
+    pub fn goes_wrong(&self, kind: FaultKind, mask: &Mask) -> Option<Duration> {
+        self.wrong.iter().find(|(k, _)| *k == kind && mask.has(kind)).map(|(_, after)| *after)
+    }
+}
