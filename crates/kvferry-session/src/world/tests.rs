@@ -37,11 +37,11 @@ fn state(position: u64, slot: u32) -> Checkpoint {
     Checkpoint { position: Tokens::new(position), slot: BlockId::new(slot) }
 }
 
-fn states(list: &[(u64, u32)]) -> SrcGroup {
+pub(super) fn states(list: &[(u64, u32)]) -> SrcGroup {
     SrcState { checkpoints: list.iter().map(|&(position, slot)| state(position, slot)).collect() }.into()
 }
 
-fn slot(slot: Option<u32>, more: &[(u64, u32)]) -> DstGroup {
+pub(super) fn slot(slot: Option<u32>, more: &[(u64, u32)]) -> DstGroup {
     let more = more.iter().map(|&(position, slot)| state(position, slot)).collect();
     DstState { slot: slot.map(BlockId::new), more }.into()
 }
