@@ -15,8 +15,8 @@ use std::time::Duration;
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_proto::handshake::IdentityCheck;
 use kvferry_proto::names::{EngineId, ModelIdentity};
-use kvferry_session::Admission;
 use kvferry_session::owner::{Backoff, LeaseTerms, Limits};
+use kvferry_session::{Admission, Mode};
 use kvferry_transport::preflight::Policy;
 
 use crate::address::Address;
@@ -47,6 +47,8 @@ pub struct EngineConfig {
     pub compat: CompatOptions,
     /// Whether one consumer's items are spread over all ranks that hold them alike. Peers must say the same. Default no.
     pub stripe: bool,
+    /// Who moves the bytes of pulls that don't say. Default pull.
+    pub mode: Mode,
     /// Sockets and their times.
     pub control: ControlOptions,
     /// Who may talk to the engine.
@@ -79,6 +81,9 @@ pub struct ControlOptions {
     pub idle: Option<Duration>,
     /// How long ranks may take to stop after a pull has failed, before they count as in doubt. Default 2 s.
     pub grace: Duration,
+    /// How long blocks stay in quarantine if nothing proves that nobody writes them any more; `None`: until something does. Time proves
+    /// nothing: whoever sets it vouches that nothing arrives later. Default `None`.
+    pub reclaim_after: Option<Duration>,
 }
 
 /// Who may talk to an engine's owner.
@@ -163,6 +168,7 @@ impl EngineConfig {
             identity_check: IdentityCheck::Required,
             compat: CompatOptions::default(),
             stripe: false,
+            mode: Mode::Pull,
             control: ControlOptions::default(),
             security: SecurityOptions::default(),
             lease: LeaseTerms::default(),
@@ -219,6 +225,7 @@ impl Default for ControlOptions {
             handshake_timeout: Duration::from_secs(10),
             idle: Some(Duration::from_secs(300)),
             grace: Duration::from_secs(2),
+            reclaim_after: None,
         }
     }
 }

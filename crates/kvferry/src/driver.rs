@@ -15,16 +15,17 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::request::SrcGroup;
+use kvferry_geometry::units::{ItemId, RankId, TokenRange, Tokens};
 use kvferry_proto::handshake::Allowed;
 use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{EngineManifest, JoinError};
-use kvferry_proto::names::{Fence, LeaseId};
+use kvferry_proto::names::{Attempt, Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, PullId};
 use kvferry_session::owner::{LinkId, OfferError, OwnerSession, PullWish, RankLinkId, Ttl};
 use kvferry_session::snapshot::Snapshot;
-use kvferry_session::{Delivered, Failed};
+use kvferry_session::{Delivered, Failed, StreamError};
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
@@ -89,7 +90,15 @@ pub(crate) enum Command {
         lease: LeaseId,
         offer: Offer,
         ttl: Ttl,
+        /// Whether its bytes are still being computed.
+        streamed: bool,
         reply: oneshot::Sender<Result<Fence, OfferError>>,
+    },
+    /// Something is said of a lease that is still being computed; the reply is the attempt that runs now.
+    Stream {
+        lease: LeaseId,
+        said: Said,
+        reply: oneshot::Sender<Result<Attempt, StreamError>>,
     },
     Withdraw {
         lease: LeaseId,
@@ -100,6 +109,8 @@ pub(crate) enum Command {
         number: u64,
         wish: Box<PullWish>,
         done: oneshot::Sender<Outcome>,
+        /// For one that wants to know how much is in place.
+        progress: Option<watch::Sender<Tokens>>,
         span: PullSpan,
     },
     Cancel {
@@ -124,6 +135,22 @@ pub(crate) enum Command {
     },
     /// Nobody can call any more.
     Abandoned,
+}
+
+/// What an engine says of a stream.
+#[derive(Debug)]
+pub(crate) enum Said {
+    Extend { attempt: Attempt, groups: Vec<SrcGroup> },
+    Ready { attempt: Attempt, items: Vec<ItemId>, tokens: TokenRange },
+    Seal { attempt: Attempt, groups: Vec<SrcGroup> },
+    Restart { groups: Vec<SrcGroup> },
+}
+
+/// Who waits for a pull.
+#[derive(Debug)]
+struct Waiting {
+    done: oneshot::Sender<Outcome>,
+    progress: Option<watch::Sender<Tokens>>,
 }
 
 /// What happens, as the driver is told.
@@ -182,7 +209,7 @@ pub(crate) struct Driver {
     progress: watch::Sender<Progress>,
     peers: HashMap<LinkId, Peer>,
     ranks: HashMap<RankLinkId, RankLink>,
-    pulls: HashMap<PullId, oneshot::Sender<Outcome>>,
+    pulls: HashMap<PullId, Waiting>,
     /// Links and rank links that something was sent on since the last flush.
     said: (Vec<LinkId>, Vec<RankLinkId>),
     /// Links whose credits are kept until what they have filled is written.
@@ -284,8 +311,10 @@ impl Driver {
             }
             self.resume();
             while self.tasks.try_join_next().is_some() {}
+            let quarantined = self.session.quarantined();
             let known = Known {
-                quarantined: self.session.quarantined(),
+                quarantined,
+                by_writers: self.observer.by_writers(quarantined, || self.session.snapshot(stepped)),
                 bound: self.session.bound_leases(),
                 ranks: self.bounds.ranks as usize,
                 missing: self.session.missing().len(),
@@ -310,8 +339,12 @@ impl Driver {
         let now = self.clock.now();
         // Whoever has dropped the other end doesn't want the answer.
         match command {
-            Command::Offer { lease, offer, ttl, reply } => {
-                let offered = self.session.offer(lease, offer, ttl, now);
+            Command::Offer { lease, offer, ttl, streamed, reply } => {
+                let offered = if streamed {
+                    self.session.announce(lease, offer, ttl, now)
+                } else {
+                    self.session.offer(lease, offer, ttl, now)
+                };
                 self.observer.offered(&offered);
                 let open = offered.is_ok();
                 if reply.send(offered).is_err() && open {
@@ -319,14 +352,28 @@ impl Driver {
                     self.session.withdraw(lease, now);
                 }
             }
+            Command::Stream { lease, said, reply } => {
+                let said = match said {
+                    Said::Extend { attempt, groups } => {
+                        self.session.extend(lease, attempt, groups, now).map(|()| attempt)
+                    }
+                    Said::Ready { attempt, items, tokens } => {
+                        self.session.region_ready(lease, attempt, &items, tokens, now).map(|()| attempt)
+                    }
+                    Said::Seal { attempt, groups } => self.session.seal(lease, attempt, groups, now).map(|()| attempt),
+                    Said::Restart { groups } => self.session.restart(lease, groups, now),
+                };
+                drop(reply.send(said));
+            }
             Command::Withdraw { lease, reply } => {
                 let _ = reply.send(self.session.withdraw(lease, now));
             }
-            Command::Pull { number, wish, done, span } => {
+            Command::Pull { number, wish, done, progress, span } => {
+                let mode = wish.mode;
                 let pull = self.session.pull(*wish, now);
                 debug_assert_eq!(pull, PullId(number), "pulls are counted alike here and there");
-                self.pulls.insert(pull, done);
-                self.observer.pulling(pull, span);
+                self.pulls.insert(pull, Waiting { done, progress });
+                self.observer.pulling(pull, mode, span);
             }
             Command::Cancel { pull } => self.session.cancel(pull, now),
             Command::Decline { address, fence } => self.session.decline(&address, *fence, now),
@@ -386,6 +433,7 @@ impl Driver {
             News::RankJoined(end) => self.accept_memory_rank(end),
             News::RankSaid(link, messages) => {
                 for message in messages {
+                    self.observer.rank_said(&message);
                     self.session.rank_message(link, message, now);
                     self.carry_out();
                 }

@@ -16,7 +16,7 @@ use kvferry_transport::{Region, Transport};
 use crate::config::{EngineConfig, WorkerOptions};
 use crate::owner::options::{Options, setters};
 use crate::owner::{self, Owner, ReadyError, StartError};
-use crate::worker::{LaneBoard, StagingOptions, Worker, WorkerError, WorkerHandle};
+use crate::worker::{LaneBoard, ReadyPort, StagingOptions, Worker, WorkerError, WorkerHandle};
 
 /// An engine could not be started. Nothing is left running.
 #[derive(Debug, thiserror::Error)]
@@ -169,6 +169,12 @@ impl Engine {
     #[must_use]
     pub fn lanes(&self, rank: RankId) -> Option<LaneBoard> {
         self.ranks.get(&rank)?.1.as_ref().map(WorkerHandle::lanes)
+    }
+
+    /// Where a rank says which of its bytes are final, while it still computes others; `None` if there is no such rank.
+    #[must_use]
+    pub fn ready_port(&self, rank: RankId) -> Option<ReadyPort> {
+        self.ranks.get(&rank)?.1.as_ref().map(WorkerHandle::ready_port)
     }
 
     /// Takes the stream of events. `None` the second time.

@@ -41,12 +41,37 @@
 //! is decided is decided in [`kvferry_session`].
 //!
 //! What returns a future does nothing until that is polled for the first time; await it, or spawn it. What happens to a future that is
-//! dropped after that: [`Owner::offer`] takes the offer back; [`PullHandle`] gives the pull up, which ends when
-//! its ranks have stopped; [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the same; [`Owner::drain`] has begun
+//! dropped after that: [`Owner::offer`] and [`Owner::announce`] take the offer back; [`PullHandle`] gives the pull up, which ends when
+//! its ranks have stopped; [`OfferStream`] takes it back if it isn't sealed; [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the same; [`Owner::drain`] has begun
 //! to drain, and shuts down.
 //!
+//! # Push
+//!
+//! A prefill engine may hand the reference out before it has computed a token: it *announces* blocks, says what is final as layers and
+//! chunks finish, and seals the whole. A decode engine that asks to have them *pushed* gets each byte as soon as that is said, so that
+//! most of the transfer is over when the prefill is. For the decode engine nothing else changes: the same handle, report and certainty;
+//! and a push may be asked for at any time, of whatever was offered or announced.
+//!
+//! ```no_run
+//! # async fn example(prefill: kvferry::Owner, decode: kvferry::Owner, promised: kvferry::OfferSpec,
+//! #     pull: kvferry::PullSpec) -> Result<(), Box<dyn std::error::Error>> {
+//! use kvferry::{Items, TokenRange, Tokens};
+//!
+//! let groups = promised.groups.clone();
+//! let mut stream = prefill.announce(promised).await?;
+//! let handle = decode.pull(stream.reference().clone(), pull.push()).await?;
+//! for chunk in 0..4 {
+//!     // ... compute 512 tokens ...
+//!     let tokens = TokenRange::new(Tokens::new(chunk * 512), Tokens::new((chunk + 1) * 512));
+//!     stream.region_ready(Items::Paged, tokens).await?;
+//! }
+//! stream.seal(groups).await?;
+//! let delivered = handle.await?;
+//! # Ok(()) }
+//! ```
+//!
 //! Links to other owners are [protected](secure) where other hosts can connect, or the owner does not start
-//! (but [see](OwnerBuilder::plaintext_beyond_loopback)). What this crate does not do yet: push.
+//! (but [see](OwnerBuilder::plaintext_beyond_loopback)).
 #![forbid(unsafe_code)]
 
 mod address;
@@ -59,11 +84,13 @@ mod metrics;
 mod owner;
 mod params;
 mod permuter;
+mod policy;
 mod pull;
 mod reference;
 pub mod secure;
 mod snapshot;
 mod spans;
+mod stream;
 mod worker;
 
 pub use address::{Address, AddressError, MemoryName};
@@ -77,17 +104,18 @@ pub use kvferry_geometry::request::{
 };
 pub use kvferry_geometry::spec::ModelSpec;
 pub use kvferry_geometry::staged::{CostModel, Place};
-pub use kvferry_geometry::units::{BlockId, Bytes, RankId, TokenRange, Tokens};
+pub use kvferry_geometry::units::{BlockId, Bytes, ItemId, RankId, TokenRange, Tokens};
 pub use kvferry_proto::handshake::IdentityCheck;
 pub use kvferry_proto::lease::Closing;
 pub use kvferry_proto::manifest::{EngineManifest, JoinError};
-pub use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity, NameError};
+pub use kvferry_proto::names::{Attempt, ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity, NameError};
 pub use kvferry_proto::rank::PullId;
 pub use kvferry_session::outcome::PairReport;
 pub use kvferry_session::owner::{OfferError, USUAL_PRIORITY};
 pub use kvferry_session::{
     Admission, Assurance, Backoff, CacheError, Delivered, Failed, FailureCause, GroupOutcome, Holder, LaneReport,
-    LaneStanding, LeaseTerms, Limits, Overlap, Phase, Phases, Report, StagingRefused, Ttl, Way,
+    LaneStanding, LeaseTerms, Limits, Mode, Overlap, Phase, PhaseLimits, Phases, Remedy, Report, StagingRefused,
+    StreamError, Ttl, Way,
 };
 pub use kvferry_transport::preflight::{Policy, PolicyError};
 pub use kvferry_transport::{Region, Transport};
@@ -95,8 +123,10 @@ pub use memory::RankPort;
 pub use metrics::{METRICS, Metric, MetricKind, Transfers};
 pub use owner::options::ConnectionLimits;
 pub use owner::{CallError, OfferSpec, Owner, OwnerBuilder, PullSpec, ReadyError, StartError};
-pub use params::{ParamsError, REFERENCE_KEY, Source, TransferParams};
-pub use pull::{PullError, PullHandle};
+pub use params::{MODE_KEY, ParamsError, REFERENCE_KEY, Source, TransferParams};
+pub use policy::FailurePolicy;
+pub use pull::{PullError, PullHandle, PullProgress};
 pub use reference::{Reference, ReferenceError};
 pub use snapshot::{LeaseSnapshot, LinkSnapshot, PullSnapshot, QuarantineSnapshot, Snapshot};
-pub use worker::{LaneBoard, StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};
+pub use stream::{Items, OfferStream};
+pub use worker::{LaneBoard, ReadyPort, StagingOptions, Worker, WorkerBuilder, WorkerError, WorkerHandle};

@@ -14,6 +14,7 @@ use std::time::Duration;
 use kvferry_proto::lease::Closing;
 use kvferry_proto::names::EngineId;
 use kvferry_proto::peer::BindRefusal;
+use kvferry_proto::push::WriterEnd;
 use kvferry_proto::rank::Stage;
 use kvferry_session::outcome::{Phase, Report};
 use kvferry_session::{Delivered, Failed, FailureCause};
@@ -48,6 +49,9 @@ pub(crate) struct OwnerMetrics {
     ages: Words<Histogram>,
     handshakes: Words<Counter>,
     ranks_lost: Counter,
+    writes: Words<Counter>,
+    written_bytes: Counter,
+    reclaimed: Counter,
     gauges: Gauges,
     standing: Standing,
     interval: Transfers,
@@ -58,7 +62,8 @@ struct Gauges {
     pending: Gauge,
     offered: Gauge,
     bound: Gauge,
-    quarantine: Gauge,
+    /// By ranks of ours, by those of producers.
+    quarantine: [Gauge; 2],
     links: Gauge,
     joined: Gauge,
     missing: Gauge,
@@ -77,6 +82,8 @@ struct Standing {
 pub(crate) struct Known {
     /// Blocks in quarantine.
     pub(crate) quarantined: usize,
+    /// Those of them that producers' ranks may still write.
+    pub(crate) by_writers: usize,
     /// Leases that are bound.
     pub(crate) bound: usize,
     /// Ranks of the engine.
@@ -99,7 +106,8 @@ impl OwnerMetrics {
         METRICS.iter().for_each(Metric::describe);
         let e = Label::new("engine", engine.as_str().to_owned());
         let gauge = |metric: &Metric, state: Option<&'static str>| {
-            let state = state.map(|s| Label::new("state", s));
+            let key = metric.labels.first().copied().unwrap_or_default();
+            let state = state.map(|s| Label::new(key, s));
             let labels: Vec<Label> = std::iter::once(e.clone()).chain(state).collect();
             metrics::gauge!(metric.name, labels)
         };
@@ -114,11 +122,14 @@ impl OwnerMetrics {
             ages: Words::new(&n::LEASE_AGE, "how", vec![e.clone()]),
             handshakes: Words::new(&n::HANDSHAKES, "outcome", vec![e.clone()]),
             ranks_lost: counter(&n::RANKS_LOST, vec![e.clone()]),
+            writes: Words::new(&n::WRITES, "outcome", vec![e.clone()]),
+            written_bytes: counter(&n::WRITTEN_BYTES, vec![e.clone()]),
+            reclaimed: counter(&n::RECLAIMED, vec![e.clone()]),
             gauges: Gauges {
                 pending: gauge(&n::PENDING, None),
                 offered: gauge(&n::LEASES, Some("offered")),
                 bound: gauge(&n::LEASES, Some("bound")),
-                quarantine: gauge(&n::QUARANTINE, None),
+                quarantine: ["ranks", "writers"].map(|by| gauge(&n::QUARANTINE, Some(by))),
                 links: gauge(&n::LINKS, None),
                 joined: gauge(&n::RANKS, Some("joined")),
                 missing: gauge(&n::RANKS, Some("missing")),
@@ -135,12 +146,37 @@ impl OwnerMetrics {
         self.standing.pulls += 1;
     }
 
-    /// A pull has ended.
-    pub(crate) fn pull_ended(&mut self, result: &Result<Delivered, Failed>) {
+    /// A pull has ended; it may have been pushed.
+    pub(crate) fn pull_ended(&mut self, result: &Result<Delivered, Failed>, pushed: bool) {
         match result {
-            Ok(delivered) => self.ended(delivered.report(), None),
-            Err(failed) => self.ended(&failed.report, Some(&failed.cause)),
+            Ok(delivered) => self.ended(delivered.report(), None, pushed),
+            Err(failed) => self.ended(&failed.report, Some(&failed.cause), pushed),
         }
+    }
+
+    /// A rank of ours has ended what it was to write.
+    pub(crate) fn written(&mut self, end: &WriterEnd) {
+        let outcome = match end {
+            Ok(report) => {
+                let bytes = report.writes.iter().map(|w| w.bytes.get()).fold(0, u64::saturating_add);
+                self.written_bytes.increment(bytes);
+                "done"
+            }
+            Err(fault) if fault.in_doubt => "in doubt",
+            Err(fault) if fault.stage == Stage::Cancelled => "cancelled",
+            Err(_) => "failed",
+        };
+        self.writes.of(outcome).increment(1);
+    }
+
+    /// Blocks have left quarantine because of their age.
+    pub(crate) fn reclaimed(&mut self, blocks: usize) {
+        self.reclaimed.increment(blocks as u64);
+    }
+
+    /// A peer contradicts itself.
+    pub(crate) fn contradiction(&mut self, peer: &EngineId) {
+        self.peer(peer).contradictions.increment(1);
     }
 
     /// The engine has offered blocks.
@@ -205,16 +241,19 @@ impl OwnerMetrics {
     /// What there is now, with what only the session knows. To be told whenever the driver has nothing left to do.
     pub(crate) fn standing(&mut self, known: Known) {
         let Standing { pulls, leases, links } = self.standing;
-        let Known { quarantined, bound, ranks, missing } = known;
-        let joined = ranks.saturating_sub(missing);
-        let [quarantined, bound, joined, missing] = [quarantined, bound, joined, missing].map(|n| n as u64);
-        self.set_gauges([pulls, leases.saturating_sub(bound), bound, quarantined, links, joined, missing]);
+        let Known { quarantined, by_writers, bound, ranks, missing } = known;
+        let (joined, by_ranks) = (ranks.saturating_sub(missing), quarantined.saturating_sub(by_writers));
+        let [bound, by_ranks, by_writers, joined, missing] =
+            [bound, by_ranks, by_writers, joined, missing].map(|n| n as u64);
+        self.set_gauges([pulls, leases.saturating_sub(bound), bound, by_ranks, by_writers, links, joined, missing]);
     }
 
-    /// Pulls, leases that are offered and bound, blocks in quarantine, links, ranks that have joined and that are missing.
-    fn set_gauges(&self, counts: [u64; 7]) {
-        let Gauges { pending, offered, bound, quarantine, links, joined, missing } = &self.gauges;
-        for (gauge, count) in [pending, offered, bound, quarantine, links, joined, missing].into_iter().zip(counts) {
+    /// Pulls, leases that are offered and bound, blocks in quarantine for our ranks and for producers', links, ranks that have joined and
+    /// that are missing.
+    fn set_gauges(&self, counts: [u64; 8]) {
+        let Gauges { pending, offered, bound, quarantine: [ranks, writers], links, joined, missing } = &self.gauges;
+        let gauges = [pending, offered, bound, ranks, writers, links, joined, missing];
+        for (gauge, count) in gauges.into_iter().zip(counts) {
             #[expect(clippy::cast_precision_loss, reason = "counts of things in memory")]
             gauge.set(count as f64);
         }
@@ -234,7 +273,7 @@ impl OwnerMetrics {
         Some(std::mem::take(&mut self.interval)).filter(|t| !t.is_empty())
     }
 
-    fn ended(&mut self, report: &Report, cause: Option<&FailureCause>) {
+    fn ended(&mut self, report: &Report, cause: Option<&FailureCause>, pushed: bool) {
         self.standing.pulls = self.standing.pulls.saturating_sub(1);
         self.interval.record_report(report);
         let outcome = match cause {
@@ -243,8 +282,9 @@ impl OwnerMetrics {
             Some(_) => Outcome::Failed,
         };
         let peer = self.peer(&report.fence.engine);
-        peer.pulls[outcome as usize].increment(1);
-        peer.times[outcome as usize].record(report.took);
+        let mode = usize::from(pushed);
+        peer.pulls[mode][outcome as usize].increment(1);
+        peer.times[mode][outcome as usize].record(report.took);
         peer.attempts.increment(report.attempts.into());
         for (histogram, phase) in peer.phases.iter().zip(Phase::ALL) {
             let time = report.phases.of(phase);
@@ -300,7 +340,7 @@ impl OwnerMetrics {
 /// With its owner's end there is nothing more of the engine; gauges would say for ever what there was.
 impl Drop for OwnerMetrics {
     fn drop(&mut self) {
-        self.set_gauges([0; 7]);
+        self.set_gauges([0; 8]);
     }
 }
 
@@ -312,11 +352,12 @@ enum Outcome {
 }
 
 const OUTCOMES: [&str; 3] = ["delivered", "failed", "cancelled"];
+const MODES: [&str; 2] = ["pull", "push"];
 
 /// The handles of one peer.
 struct PeerMetrics {
-    pulls: [Counter; 3],
-    times: [Histogram; 3],
+    pulls: [[Counter; 3]; 2],
+    times: [[Histogram; 3]; 2],
     phases: [Histogram; Phase::ALL.len()],
     failures: Words<Counter>,
     faults: Words<Counter>,
@@ -330,6 +371,7 @@ struct PeerMetrics {
     compared_bytes: Counter,
     descriptors: [Counter; 2],
     fence_rejections: Counter,
+    contradictions: Counter,
     handshake_time: Histogram,
     links_lost: Counter,
     heartbeats: [Counter; 2],
@@ -343,11 +385,16 @@ impl PeerMetrics {
             labels.push(Label::new(key, value));
             labels
         };
+        let ended = |outcome, mode| {
+            let mut labels = with("outcome", outcome);
+            labels.push(Label::new("mode", mode));
+            labels
+        };
         let one = |metric: &Metric| counter(metric, labels());
         let some = |metric: &Metric| histogram(metric, labels());
         Self {
-            pulls: OUTCOMES.map(|o| counter(&n::PULLS, with("outcome", o))),
-            times: OUTCOMES.map(|o| histogram(&n::PULL_TIME, with("outcome", o))),
+            pulls: MODES.map(|m| OUTCOMES.map(|o| counter(&n::PULLS, ended(o, m)))),
+            times: MODES.map(|m| OUTCOMES.map(|o| histogram(&n::PULL_TIME, ended(o, m)))),
             phases: Phase::ALL.map(|phase| histogram(&n::PHASE_TIME, with("phase", phase.name()))),
             failures: Words::new(&n::PULL_FAILURES, "kind", labels()),
             faults: Words::new(&n::RANK_FAULTS, "stage", labels()),
@@ -361,6 +408,7 @@ impl PeerMetrics {
             compared_bytes: one(&n::COMPARED_BYTES),
             descriptors: ["before", "after"].map(|m| counter(&n::DESCRIPTORS, with("merged", m))),
             fence_rejections: one(&n::FENCE_REJECTIONS),
+            contradictions: one(&n::CONTRADICTIONS),
             handshake_time: some(&n::HANDSHAKE_TIME),
             links_lost: one(&n::LINKS_LOST),
             heartbeats: ["sent", "received"].map(|d| counter(&n::HEARTBEATS, with("direction", d))),
@@ -425,6 +473,8 @@ const fn kind(cause: &FailureCause) -> &'static str {
         BindRefusal::Incompatible(_) => "refused: incompatible",
         BindRefusal::RankLost { .. } => "refused: rank lost",
         BindRefusal::Busy(_) => "refused: busy",
+        BindRefusal::NotSealed => "refused: not sealed",
+        BindRefusal::Unfit(_) => "refused: room does not fit",
         _ => "refused",
     }
 }
@@ -436,6 +486,7 @@ const fn stage(stage: Stage) -> &'static str {
         Stage::Connect => "connect",
         Stage::Submit => "submit",
         Stage::Read => "read",
+        Stage::Write => "write",
         Stage::Permute => "permute",
         Stage::Zero => "zero",
         Stage::Compare => "compare",

@@ -12,7 +12,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::rank::{Assurance, PullId};
-use kvferry_session::owner::{FailurePolicy, Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
+use kvferry_session::owner::{Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
 use tokio::sync::{oneshot, watch};
 
 use crate::address::Address;
@@ -21,6 +21,7 @@ use crate::driver::events::{OwnerEvents, events};
 use crate::driver::inbox::{Sender, inbox};
 use crate::driver::{Bounds, Command, Driver, Listeners, News, Progress};
 use crate::memory::RankPort;
+use crate::policy::FailurePolicy;
 use crate::pull::PullHandle;
 use crate::reference::Reference;
 use crate::snapshot::Snapshot;
@@ -75,9 +76,8 @@ pub struct PullSpec {
     /// Requests of a higher priority are read first; 0 is the lowest, [`USUAL_PRIORITY`] usual. Among equals, whoever must be done
     /// first is read first, and peers get fair shares.
     pub priority: u8,
-    /// How often it may be tried, at least once. A further attempt is made only if it reads from other replicas than the one that
-    /// failed.
-    pub attempts: u32,
+    /// What is done where it fails.
+    pub policy: FailurePolicy,
     /// Who moves the bytes; `None`: whoever usually does, as the engine's [configuration](crate::EngineConfig::mode) says.
     pub mode: Option<Mode>,
 }
@@ -87,7 +87,16 @@ impl PullSpec {
     #[must_use]
     pub fn new(tokens: Tokens, groups: Vec<DstGroup>, content_key: ContentKey) -> Self {
         let (assurance, deadline) = (Assurance::Fenced, Duration::from_secs(30));
-        Self { tokens, groups, content_key, assurance, deadline, priority: USUAL_PRIORITY, attempts: 2, mode: None }
+        Self {
+            tokens,
+            groups,
+            content_key,
+            assurance,
+            deadline,
+            priority: USUAL_PRIORITY,
+            policy: FailurePolicy::default(),
+            mode: None,
+        }
     }
 
     /// Has the producer's ranks write into the blocks, as soon as there are bytes, also while the prompt is still being computed; the
@@ -337,7 +346,7 @@ impl Owner {
             assurance: spec.assurance,
             deadline: spec.deadline,
             priority: spec.priority,
-            policy: FailurePolicy { attempts: spec.attempts, ..FailurePolicy::default() },
+            policy: spec.policy.into(),
         };
         let span = PullSpan::new(&self.shared.engine, &wish.fence, mode);
         let wish = Box::new(wish);

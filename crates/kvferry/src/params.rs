@@ -10,6 +10,9 @@
 //! router -> D    the same
 //! ```
 //!
+//! A router that wants the bytes pushed, or pulled, whatever the engines usually do, says `"kvferry_mode": "push"` or `"pull"`, too; the
+//! prefill engine copies it into its answer.
+//!
 //! Keys that are not known are ignored, and `null` is as good as nothing: proxies send both. A decode request whose reference
 //! was lost on the way is a value, [`Source::Lost`], not an error: the engine computes the prompt itself. What is there but makes
 //! no sense is an error that names the key.
@@ -20,6 +23,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use kvferry_session::Mode;
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
@@ -28,6 +32,8 @@ use crate::reference::{Reference, ReferenceError};
 
 /// The key of the reference.
 pub const REFERENCE_KEY: &str = "kvferry_reference";
+/// The key of who shall move the bytes.
+pub const MODE_KEY: &str = "kvferry_mode";
 const PREFILL_KEY: &str = "do_remote_prefill";
 const DECODE_KEY: &str = "do_remote_decode";
 
@@ -51,6 +57,7 @@ pub struct TransferParams {
     remote_prefill: Option<bool>,
     remote_decode: Option<bool>,
     reference: Option<Reference>,
+    mode: Option<Mode>,
 }
 
 /// Where the cache of a request is to come from.
@@ -106,20 +113,34 @@ impl TransferParams {
     /// What a router sends to the prefill engine: compute the prompt, then offer its blocks.
     #[must_use]
     pub fn for_prefill() -> Self {
-        Self { remote_prefill: Some(false), remote_decode: Some(true), reference: None }
+        Self { remote_prefill: Some(false), remote_decode: Some(true), ..Self::default() }
     }
 
     /// What the prefill engine answers, and the router sends to the decode engine: pull this.
     #[must_use]
     pub fn of(reference: Reference) -> Self {
-        Self { remote_prefill: Some(true), remote_decode: Some(false), reference: Some(reference) }
+        Self { remote_prefill: Some(true), remote_decode: Some(false), reference: Some(reference), mode: None }
     }
 
     /// What a router sends to a prefill engine in a later turn: pull what the decode engine has offered, compute the rest of the
     /// prompt, then offer all.
     #[must_use]
     pub fn for_next_turn(reference: Reference) -> Self {
-        Self { remote_prefill: Some(false), remote_decode: Some(true), reference: Some(reference) }
+        Self { remote_prefill: Some(false), remote_decode: Some(true), reference: Some(reference), mode: None }
+    }
+
+    /// Says who shall move the bytes. A router says so to the prefill engine, which should answer with the same: then it is with the
+    /// reference when that reaches the decode engine.
+    #[must_use]
+    pub fn with_mode(mut self, mode: Option<Mode>) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Who shall move the bytes, if somebody has said so: for [`PullSpec::mode`](crate::PullSpec::mode).
+    #[must_use]
+    pub fn mode(&self) -> Option<Mode> {
+        self.mode
     }
 
     /// Reads a JSON value that has been parsed already.
@@ -137,6 +158,7 @@ impl TransferParams {
             do_remote_prefill: kind(PREFILL_KEY),
             do_remote_decode: kind(DECODE_KEY),
             kvferry_reference: kind(REFERENCE_KEY),
+            kvferry_mode: kind(MODE_KEY),
         })
     }
 
@@ -145,7 +167,8 @@ impl TransferParams {
     pub fn to_value(&self) -> Value {
         let flag = |key: &str, value: Option<bool>| value.map(|v| (key.to_owned(), Value::Bool(v)));
         let reference = self.reference.as_ref().map(|r| (REFERENCE_KEY.to_owned(), Value::String(r.to_string())));
-        let keys = [flag(DECODE_KEY, self.remote_decode), flag(PREFILL_KEY, self.remote_prefill), reference];
+        let mode = self.mode.map(|mode| (MODE_KEY.to_owned(), Value::String(word(mode).to_owned())));
+        let keys = [flag(DECODE_KEY, self.remote_decode), flag(PREFILL_KEY, self.remote_prefill), reference, mode];
         Value::Object(keys.into_iter().flatten().collect())
     }
 
@@ -194,7 +217,13 @@ impl TryFrom<Keys> for TransferParams {
         };
         let remote_prefill = flag(PREFILL_KEY, keys.do_remote_prefill)?;
         let remote_decode = flag(DECODE_KEY, keys.do_remote_decode)?;
-        Ok(Self { remote_prefill, remote_decode, reference })
+        let mode = match keys.kvferry_mode {
+            None | Some(Kind::Null) => None,
+            Some(Kind::Text(text)) if text == word(PUSH) => Some(PUSH),
+            Some(Kind::Text(text)) if text == word(Mode::Pull) => Some(Mode::Pull),
+            Some(other) => return Err(wrong(MODE_KEY, "\"pull\" or \"push\"", &other)),
+        };
+        Ok(Self { remote_prefill, remote_decode, reference, mode })
     }
 }
 
@@ -224,6 +253,7 @@ struct Keys {
     do_remote_prefill: Option<Kind>,
     do_remote_decode: Option<Kind>,
     kvferry_reference: Option<Kind>,
+    kvferry_mode: Option<Kind>,
 }
 
 /// A value, as far as it matters: what is inside a list or an object is skipped, however deep.
@@ -299,6 +329,16 @@ impl<'de> Visitor<'de> for KindVisitor {
     }
 }
 
+const PUSH: Mode = Mode::Push { progress: false };
+
+/// As it is written.
+const fn word(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Pull => "pull",
+        Mode::Push { .. } => "push",
+    }
+}
+
 fn flag(key: &'static str, value: Option<Kind>) -> Result<Option<bool>, ParamsError> {
     match value {
         None | Some(Kind::Null) => Ok(None),
@@ -312,6 +352,7 @@ fn wrong(key: &'static str, expected: &'static str, got: &Kind) -> ParamsError {
         Kind::Null => "null",
         Kind::Bool(_) => "a boolean",
         Kind::Number => "a number",
+        Kind::Text(_) if key == MODE_KEY => "another string",
         Kind::Text(_) => "a string",
         Kind::List => "a list",
         Kind::Object => "an object",
@@ -349,6 +390,21 @@ mod tests {
         for params in [p, d, TransferParams::for_next_turn(reference()), TransferParams::default()] {
             assert_eq!(parse(&params.to_value()).unwrap(), params);
             assert_eq!(serde_json::from_value::<TransferParams>(json!(params)).unwrap(), params);
+        }
+    }
+
+    #[test]
+    fn a_router_may_say_who_moves_the_bytes() {
+        for mode in [None, Some(Mode::Pull), Some(PUSH)] {
+            let asked = parse(&TransferParams::for_prefill().with_mode(mode).to_value()).unwrap();
+            let answered = parse(&TransferParams::of(reference()).with_mode(asked.mode()).to_value()).unwrap();
+            assert_eq!((asked.mode(), answered.mode()), (mode, mode));
+        }
+        assert_eq!(parse(&json!({"kvferry_mode": null})).unwrap().mode(), None);
+        assert!(TransferParams::for_prefill().with_mode(Some(PUSH)).to_string().contains(r#""kvferry_mode":"push""#));
+        for bad in [json!("pushed"), json!(true), json!(["push"])] {
+            let error = parse(&json!({"kvferry_mode": bad})).unwrap_err().to_string();
+            assert!(error.contains("kvferry_mode must be \"pull\" or \"push\", not "), "{error}");
         }
     }
 

@@ -4,9 +4,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use kvferry_geometry::units::Tokens;
 use kvferry_proto::rank::PullId;
 use kvferry_session::{Delivered, Failed};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use crate::driver::{Command, Outcome};
 use crate::owner::{CallError, Caller};
@@ -17,18 +18,30 @@ use crate::owner::{CallError, Caller};
 pub struct PullHandle {
     id: PullId,
     result: Option<oneshot::Receiver<Outcome>>,
+    progress: Option<watch::Receiver<Tokens>>,
     caller: Arc<Caller>,
 }
 
 impl PullHandle {
-    pub(crate) fn new(id: PullId, result: oneshot::Receiver<Outcome>, caller: Arc<Caller>) -> Self {
-        Self { id, result: Some(result), caller }
+    pub(crate) fn new(
+        id: PullId,
+        result: oneshot::Receiver<Outcome>,
+        progress: Option<watch::Receiver<Tokens>>,
+        caller: Arc<Caller>,
+    ) -> Self {
+        Self { id, result: Some(result), progress, caller }
     }
 
     /// Names the pull in [snapshots](crate::Owner::snapshot), and for [`Owner::abort`](crate::Owner::abort).
     #[must_use]
     pub fn id(&self) -> PullId {
         self.id
+    }
+
+    /// How much is in place, for a pull that was asked for [with progress](crate::PullSpec::push_with_progress); `None` for others.
+    #[must_use]
+    pub fn progress(&self) -> Option<PullProgress> {
+        self.progress.clone().map(PullProgress)
     }
 
     /// Asks to give the pull up, as soon as the future is polled; it never waits. Await the handle for the pull's end. To ask without a
@@ -38,6 +51,25 @@ impl PullHandle {
     /// If the owner was shut down.
     pub async fn cancel(&self) -> Result<(), CallError> {
         self.caller.tell(Command::Cancel { pull: self.id })
+    }
+}
+
+/// How much of a pushed request is in place: it only grows, but for an attempt that begins anew. What is in place is not *delivered*,
+/// and must not be used, before the pull has ended so: it is good for preparing what follows.
+#[derive(Clone, Debug)]
+pub struct PullProgress(watch::Receiver<Tokens>);
+
+impl PullProgress {
+    /// The tokens before this one are in place as far as they are to be written, of all items, from all writers.
+    #[must_use]
+    pub fn tokens(&self) -> Tokens {
+        *self.0.borrow()
+    }
+
+    /// The same, once it has changed since it was last asked for here; `None` when the pull has ended.
+    pub async fn next(&mut self) -> Option<Tokens> {
+        self.0.changed().await.ok()?;
+        Some(*self.0.borrow_and_update())
     }
 }
 

@@ -92,7 +92,7 @@ pub struct PullSnapshot {
     pub peer: String,
     /// Where the producer's owner listens.
     pub address: String,
-    /// `link`, `bind`, `read`, `stop` or `release`.
+    /// `link`, `bind`, `write`, `read`, `stop` or `release`.
     pub phase: Cow<'static, str>,
     /// What it waits for.
     pub waiting_for: Cow<'static, str>,
@@ -119,6 +119,15 @@ pub struct QuarantineSnapshot {
     pub blocks: usize,
     /// Our ranks that have not said that they have stopped.
     pub ranks: Vec<u32>,
+    /// The engine whose ranks may still write them.
+    #[serde(default)]
+    pub producer: Option<String>,
+    /// Which of its ranks.
+    #[serde(default)]
+    pub writers: Vec<u32>,
+    /// Since the request has ended.
+    #[serde(default)]
+    pub since_ms: u64,
 }
 
 impl Snapshot {
@@ -203,7 +212,14 @@ impl From<session::PullSnapshot> for PullSnapshot {
 
 impl From<session::QuarantineSnapshot> for QuarantineSnapshot {
     fn from(s: session::QuarantineSnapshot) -> Self {
-        Self { pull: s.pull.0, blocks: s.blocks, ranks: ranks(&s.ranks) }
+        Self {
+            pull: s.pull.0,
+            blocks: s.blocks,
+            ranks: ranks(&s.ranks),
+            producer: s.producer.map(|p| p.to_string()),
+            writers: ranks(&s.writers),
+            since_ms: millis(s.since),
+        }
     }
 }
 
@@ -265,7 +281,14 @@ mod tests {
                 ranks: vec![RankId::new(1)],
                 trouble: None,
             }],
-            quarantine: vec![session::QuarantineSnapshot { pull: PullId(17), blocks: 96, ranks: vec![RankId::new(0)] }],
+            quarantine: vec![session::QuarantineSnapshot {
+                pull: PullId(17),
+                blocks: 96,
+                ranks: Vec::new(),
+                producer: Some(id("prefill-0")),
+                writers: vec![RankId::new(2)],
+                since: ms(4100),
+            }],
         }
     }
 
@@ -281,6 +304,10 @@ mod tests {
     fn what_was_written_can_be_read() {
         let one = Snapshot::from(snapshot());
         assert_eq!(serde_json::from_str::<Snapshot>(&one.to_json()).unwrap(), one);
+        // As it was before there was push.
+        let before = one.to_json().replace(r#","producer":"prefill-0","writers":[2],"since_ms":4100"#, "");
+        let read: Snapshot = serde_json::from_str(&before).unwrap();
+        assert_eq!((read.quarantine[0].blocks, &read.quarantine[0].producer), (96, &None));
         let mut endless = snapshot();
         endless.leases[0].left = None;
         endless.pulls[0].age = Duration::MAX;

@@ -9,10 +9,12 @@
 
 use std::time::Duration;
 
+use kvferry_geometry::units::Tokens;
 use kvferry_proto::lease::Closing;
 use kvferry_proto::names::{EngineId, Fence};
+use kvferry_proto::rank::PullId;
 use kvferry_session::outcome::Phase;
-use kvferry_session::{Delivered, Failed};
+use kvferry_session::{Delivered, Failed, Mode};
 use tracing::field::Empty;
 use tracing::{Span, debug, debug_span, info, info_span, warn};
 
@@ -30,13 +32,15 @@ pub(crate) struct PullSpan {
 
 impl PullSpan {
     /// Begins a span, as a child of the caller's.
-    pub(crate) fn new(engine: &EngineId, fence: &Fence) -> Self {
+    pub(crate) fn new(engine: &EngineId, fence: &Fence, mode: Mode) -> Self {
+        let mode = if mode == Mode::Pull { "pull" } else { "push" };
         let span = info_span!(
             target: TARGET,
             "pull",
             lease = %fence.lease,
             engine = %engine,
             peer = %fence.engine,
+            mode,
             outcome = Empty,
             attempts = Empty,
             bytes = Empty,
@@ -59,11 +63,17 @@ impl PullSpan {
         self.phase = match phase {
             Phase::Link => debug_span!(target: TARGET, parent: parent, "link"),
             Phase::Bind => debug_span!(target: TARGET, parent: parent, "bind"),
+            Phase::Write => debug_span!(target: TARGET, parent: parent, "write"),
             Phase::Read => debug_span!(target: TARGET, parent: parent, "read"),
             Phase::Stop => debug_span!(target: TARGET, parent: parent, "stop"),
             Phase::Release => debug_span!(target: TARGET, parent: parent, "release"),
             other => debug_span!(target: TARGET, parent: parent, "phase", name = other.name()),
         };
+    }
+
+    /// So much is in place.
+    pub(crate) fn progress(&self, tokens: Tokens) {
+        debug!(target: TARGET, parent: &self.span, tokens = tokens.get(), "progress");
     }
 
     /// Says how it ended.
@@ -101,6 +111,16 @@ pub(crate) fn lease_closed(fence: &Fence, how: Closing, age: Duration, consumer:
 /// A release came too late.
 pub(crate) fn fence_rejected(fence: &Fence, peer: &EngineId) {
     warn!(target: TARGET, lease = %fence.lease, engine = %fence.engine, %peer, "answered stale: its lease was over before its reads");
+}
+
+/// Blocks have left quarantine because of their age.
+pub(crate) fn reclaimed(engine: &EngineId, pull: PullId, blocks: usize) {
+    warn!(target: TARGET, %engine, pull = pull.0, blocks, "reclaimed: nothing proves that nobody writes these blocks any more");
+}
+
+/// A peer contradicts itself.
+pub(crate) fn contradiction(fence: &Fence, peer: &EngineId, what: &str) {
+    warn!(target: TARGET, lease = %fence.lease, engine = %fence.engine, %peer, what, "contradiction");
 }
 
 /// Two owners know each other.
@@ -226,6 +246,7 @@ mod tests {
             compared: Bytes::ZERO,
             faults: Vec::new(),
             in_doubt: Vec::new(),
+            writers_in_doubt: Vec::new(),
             groups: Vec::new(),
             attempts: 2,
             phases: Phases::default(),
@@ -240,28 +261,30 @@ mod tests {
         let d = EngineId::new("d").unwrap();
         let lease = format!("lease={:032x}", 0xabc);
         tracing::subscriber::with_default(notes.clone(), || {
-            let mut span = PullSpan::new(&d, &fence());
+            let mut span = PullSpan::new(&d, &fence(), Mode::Push { progress: true });
             span.phase(Phase::Link);
-            span.phase(Phase::Read);
+            span.phase(Phase::Write);
+            span.progress(Tokens::new(16));
             span.ended(&Err(failed()));
         });
         let heard = notes.taken();
         assert_eq!(
-            heard[..5],
+            heard[..6],
             [
-                format!("1 in 0: pull {lease} engine=d peer=p"),
+                format!("1 in 0: pull {lease} engine=d peer=p mode=\"push\""),
                 "2 in 1: link".to_owned(),
-                "3 in 1: read".to_owned(),
+                "3 in 1: write".to_owned(),
                 "2 ends".to_owned(),
+                "DEBUG in 1: message=progress tokens=16".to_owned(),
                 "3 ends".to_owned(),
             ]
         );
-        assert_eq!(heard[5..8], ["1: outcome=\"stale\"", "1: attempts=2", "1: bytes=0"]);
+        assert_eq!(heard[6..9], ["1: outcome=\"stale\"", "1: attempts=2", "1: bytes=0"]);
         assert!(
-            heard[8].starts_with("WARN in 1: message=not delivered error=the producer answered stale"),
+            heard[9].starts_with("WARN in 1: message=not delivered error=the producer answered stale"),
             "{heard:#?}"
         );
-        assert_eq!(heard[9..], ["1 ends"]);
+        assert_eq!(heard[10..], ["1 ends"]);
     }
 
     #[test]
@@ -286,7 +309,7 @@ mod tests {
         let rounds = 100_000u32;
         let start = Instant::now();
         for _ in 0..rounds {
-            let mut span = PullSpan::new(&d, &fence);
+            let mut span = PullSpan::new(&d, &fence, Mode::Pull);
             Phase::ALL.into_iter().for_each(|phase| span.phase(phase));
             span.ended(&result);
             offered(&fence);

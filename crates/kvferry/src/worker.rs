@@ -4,7 +4,6 @@
 //! permutations and the request to stop, and uses no CPU while idle. The link is a Unix socket, or a queue where the owner is in
 //! the same process.
 
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -26,9 +25,12 @@ use crate::memory::RankPort;
 use crate::permuter::Permuter;
 
 mod link;
+mod ready;
 mod run;
 
 use link::RankLink;
+pub use ready::ReadyPort;
+use ready::ready_port;
 use run::Loop;
 
 /// A worker ended otherwise than by request.
@@ -212,15 +214,15 @@ impl WorkerBuilder {
                 RankLink::Memory { end: port.join().map_err(system("a link to the owner"))?, out: Vec::new() }
             }
         };
-        let (stop, stopped) = UnixStream::pair().map_err(system("a pair of sockets"))?;
+        let (port, readies) = ready_port().map_err(system("a pair of sockets"))?;
         let who = RankIdentity { engine: self.engine, rank: self.rank, epoch: Epoch::new(epoch) };
         let session = RankSession::new(who, self.transport, cache).with_staging(StagingConfig { cost, way })?;
         let session = session.with_lanes(self.policy)?.with_admission(self.admission)?;
         let permuter = Permuter::new(self.rank, threads).map_err(system("a pair of sockets"))?;
         let lanes = LaneBoard::default();
         let board = (lanes.clone(), 0);
-        let loop_ = Loop { rank: self.rank, session, link, stopped, permuter, board };
-        Ok(Worker { rank: self.rank, loop_, stop, lanes })
+        let loop_ = Loop { rank: self.rank, session, link, readies, permuter, board };
+        Ok(Worker { rank: self.rank, loop_, port, lanes })
     }
 
     /// Connects, then runs on a thread of its own.
@@ -228,12 +230,12 @@ impl WorkerBuilder {
     /// # Errors
     /// As [`connect`](Self::connect), or if there is no thread to be had.
     pub fn spawn(self) -> Result<WorkerHandle, WorkerError> {
-        let Worker { rank, loop_, stop, lanes } = self.connect()?;
+        let Worker { rank, loop_, port, lanes } = self.connect()?;
         let thread = std::thread::Builder::new()
             .name(format!("kvferry-rank-{rank}"))
             .spawn(move || loop_.run())
             .map_err(|error| WorkerError::System { what: "a thread", error })?;
-        Ok(WorkerHandle { rank, thread: Some(thread), stop, lanes })
+        Ok(WorkerHandle { rank, thread: Some(thread), port, lanes })
     }
 }
 
@@ -242,7 +244,7 @@ impl WorkerBuilder {
 pub struct Worker {
     rank: RankId,
     loop_: Loop,
-    stop: UnixStream,
+    port: ReadyPort,
     lanes: LaneBoard,
 }
 
@@ -294,6 +296,12 @@ impl Worker {
         self.lanes.clone()
     }
 
+    /// Where the rank says which of its bytes are final, while it still computes others.
+    #[must_use]
+    pub fn ready_port(&self) -> ReadyPort {
+        self.port.clone()
+    }
+
     /// Serves until the owner closes the link, which is the usual end.
     ///
     /// # Errors
@@ -301,7 +309,7 @@ impl Worker {
     pub fn run(self) -> Result<(), WorkerError> {
         let result = self.loop_.run();
         // Kept until here, so that its end is not seen as a request to stop.
-        drop(self.stop);
+        drop(self.port);
         result
     }
 }
@@ -311,7 +319,7 @@ impl Worker {
 pub struct WorkerHandle {
     rank: RankId,
     thread: Option<JoinHandle<Result<(), WorkerError>>>,
-    stop: UnixStream,
+    port: ReadyPort,
     lanes: LaneBoard,
 }
 
@@ -328,10 +336,15 @@ impl WorkerHandle {
         self.lanes.clone()
     }
 
+    /// Where the rank says which of its bytes are final, while it still computes others.
+    #[must_use]
+    pub fn ready_port(&self) -> ReadyPort {
+        self.port.clone()
+    }
+
     /// Asks it to stop, whatever it is doing: its transport is dropped, its link closed.
     pub fn stop(&self) {
-        // Stopped already is as good.
-        drop(self.stop.shutdown(std::net::Shutdown::Both));
+        self.port.stop();
     }
 
     /// Waits for its end.

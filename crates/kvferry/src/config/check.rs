@@ -16,6 +16,7 @@ pub(super) fn contradictions(c: &EngineConfig) -> Vec<(&'static str, ConfigFault
     let nonzero = [
         ("control.handshake_timeout", c.control.handshake_timeout),
         ("control.idle", c.control.idle.unwrap_or(Duration::MAX)),
+        ("control.reclaim_after", c.control.reclaim_after.unwrap_or(Duration::MAX)),
         ("lease.ttl", c.lease.ttl.unwrap_or(Duration::MAX)),
         ("lease.beat", c.lease.beat),
         ("lease.extension", c.lease.extension),

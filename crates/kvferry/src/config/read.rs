@@ -4,7 +4,7 @@ use kvferry_geometry::compat::Unmatched;
 use kvferry_geometry::units::Bytes;
 use kvferry_proto::handshake::IdentityCheck;
 use kvferry_proto::names::{EngineId, ModelIdentity, NameError};
-use kvferry_session::Way;
+use kvferry_session::{Mode, Way};
 use kvferry_transport::preflight::Policy;
 
 use super::fault::{ConfigErrors, ConfigFault};
@@ -60,6 +60,8 @@ fn engine(r: &mut Reader, c: &mut EngineConfig) {
     let checks = [("required", IdentityCheck::Required), ("off", IdentityCheck::Off)];
     r.choice("identity_check", "\"required\" or \"off\"", &checks, &mut c.identity_check);
     r.flag("stripe", &mut c.stripe);
+    let modes = [("pull", Mode::Pull), ("push", Mode::Push { progress: false })];
+    r.choice("mode", "\"pull\" or \"push\"", &modes, &mut c.mode);
     let fates = [("refuse", Unmatched::Refuse), ("ignore", Unmatched::Ignore)];
     let expected = "\"refuse\" or \"ignore\"";
     r.choice("compat.source_only", expected, &fates, &mut c.compat.source_only);
@@ -74,6 +76,7 @@ fn control(r: &mut Reader, c: &mut EngineConfig) {
     r.duration("control.handshake_timeout", &mut c.handshake_timeout);
     r.duration_or_never("control.idle", &mut c.idle);
     r.duration("control.grace", &mut c.grace);
+    r.duration_or_never("control.reclaim_after", &mut c.reclaim_after);
 }
 
 fn security(r: &mut Reader, c: &mut EngineConfig) {

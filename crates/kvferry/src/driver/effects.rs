@@ -61,10 +61,20 @@ impl Driver {
                 Effect::LeaseClosed { fence, how, .. } => {
                     self.events.push(OwnerEvent::Released { lease: fence.lease, how });
                 }
+                Effect::Progress { pull, tokens } => {
+                    if let Some(progress) = self.pulls.get(&pull).and_then(|waiting| waiting.progress.as_ref()) {
+                        progress.send_replace(tokens);
+                    }
+                    self.events.push(OwnerEvent::Progress { pull, tokens });
+                }
+                Effect::Reclaimed { pull, blocks } => self.events.push(OwnerEvent::Reclaimed { pull, blocks }),
+                Effect::Contradiction { fence, peer, what } => {
+                    self.events.push(OwnerEvent::Contradiction { lease: fence.lease, peer, what });
+                }
                 Effect::PullEnded { pull, result } => {
-                    if let Some(done) = self.pulls.remove(&pull) {
+                    if let Some(waiting) = self.pulls.remove(&pull) {
                         // Nobody waits for an abandoned pull.
-                        drop(done.send(result));
+                        drop(waiting.done.send(result));
                     }
                 }
                 // The session knows no other effects; a newer one would be for a newer driver.
@@ -191,8 +201,10 @@ fn not_ordered(message: &ToRank, why: &str) -> Option<FromRank> {
     match message {
         ToRank::Pull(order) => Some(FromRank::Pulled { pull: order.pull, result: Err(fault()) }),
         ToRank::Digest(order) => Some(FromRank::Digested { ticket: order.ticket, pieces: Err(why.to_owned()) }),
+        ToRank::Push(order) => Some(FromRank::Pushed { push: order.push, result: Err(fault()) }),
         ToRank::Gather(order) => Some(FromRank::Gathered { ticket: order.ticket, result: Err(why.into()) }),
-        // All others are shorter than what they were made from, which came in a frame.
+        // All others are shorter than what they were made from, which came in a frame, or than the orders; and what is said of
+        // a stream is as long as its blocks, of which one request can't have so many.
         _ => None,
     }
 }
@@ -202,9 +214,11 @@ mod tests {
     use kvferry_geometry::compat::CompatOptions;
     use kvferry_geometry::digest::Digest;
     use kvferry_geometry::peers::PeerOptions;
-    use kvferry_geometry::request::Request;
-    use kvferry_geometry::units::{Bytes, RankId, Tokens};
-    use kvferry_proto::peer::Gathered;
+    use kvferry_geometry::request::{BlockTable, Request, SrcPaged, Tail};
+    use kvferry_geometry::units::{BlockId, Bytes, RankId, TokenRange, Tokens};
+    use kvferry_proto::names::{Attempt, LeaseId};
+    use kvferry_proto::peer::{Gathered, MAX_REQUEST_BLOCKS};
+    use kvferry_proto::push::{PushId, PushOrder, Stream};
     use kvferry_proto::rank::{Assurance, DigestOrder, GatherOrder, Pairing, PullId, PullOrder};
 
     use super::*;
@@ -235,6 +249,32 @@ mod tests {
         let order = GatherOrder { ticket, pairing, dst, gathered, request };
         let answer = not_ordered(&ToRank::Gather(order), why);
         assert!(matches!(answer, Some(FromRank::Gathered { ticket: 7, result: Err(e) }) if e.to_string() == why));
+        let order = PushOrder {
+            push: PushId(7),
+            lease: LeaseId::new(1),
+            attempt: Attempt::FIRST,
+            pairing,
+            tokens: Tokens::ZERO,
+            src: Vec::new(),
+            dst: Vec::new(),
+            priority: 100,
+            within: std::time::Duration::ZERO,
+            progress: false,
+        };
+        let answer = not_ordered(&ToRank::Push(Box::new(order)), why);
+        assert!(matches!(answer, Some(FromRank::Pushed { push: PushId(7), result: Err(f) }) if f.text == why));
         assert_eq!(not_ordered(&ToRank::GatherEnd(7), why), None);
+    }
+
+    /// The longest that a stream's blocks can be still is a message.
+    #[test]
+    fn what_is_said_of_a_stream_can_always_be_written() {
+        let blocks: Vec<BlockId> =
+            (0..u32::try_from(MAX_REQUEST_BLOCKS).unwrap()).map(|i| BlockId::new(u32::MAX - i * 2)).collect();
+        let held = TokenRange::new(Tokens::ZERO, Tokens::new(u64::MAX / 2));
+        let group = SrcPaged { table: BlockTable::new(u64::MAX / 4, &blocks), held, tail: Tail::Exact }.into();
+        let stream =
+            Stream { lease: LeaseId::new(u128::MAX), attempt: Attempt::FIRST, groups: vec![group], sealed: true };
+        assert!(wire::encode_to_rank(&ToRank::Stream(stream)).is_ok());
     }
 }

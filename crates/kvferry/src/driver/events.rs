@@ -3,10 +3,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::JoinError;
 use kvferry_proto::names::{EngineId, Epoch, LeaseId};
+use kvferry_proto::rank::PullId;
 
 use super::inbox::{Inbox, Sender, inbox};
 
@@ -66,6 +67,32 @@ pub enum OwnerEvent {
     },
     /// A rank was refused.
     JoinRefused(JoinError),
+    /// So much of a pull that was asked for [with progress](crate::PullSpec::push_with_progress) is in place, as its
+    /// [handle](crate::PullHandle::progress) says, too. It is not delivered yet.
+    Progress {
+        /// Which.
+        pull: PullId,
+        /// The tokens before this one, as far as they are to be written.
+        tokens: Tokens,
+    },
+    /// Blocks have left quarantine because of their age, as [`reclaim_after`](crate::OwnerBuilder::reclaim_after) says: nothing has
+    /// proven that nobody writes them any more.
+    Reclaimed {
+        /// The pull that had left them.
+        pull: PullId,
+        /// How many blocks and slots.
+        blocks: usize,
+    },
+    /// A peer has said two things that can't both be true, or what only a broken one says. The pull that it concerns fails, and what
+    /// the peer says of its writers is not taken for evidence: blocks may stay in quarantine.
+    Contradiction {
+        /// The lease that it was about.
+        lease: LeaseId,
+        /// The peer.
+        peer: EngineId,
+        /// What it has said.
+        what: String,
+    },
     /// Nobody has taken events for so long that some were not kept. What was released among them only
     /// the engine's own account of its leases can tell.
     Missed {

@@ -1,12 +1,13 @@
 //! What the driver sees happen, told to metrics and spans. It changes nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use kvferry_proto::names::{EngineId, Fence};
 use kvferry_proto::peer::PeerMessage;
-use kvferry_proto::rank::PullId;
-use kvferry_session::owner::{Effect, LinkId, OfferError};
+use kvferry_proto::rank::{FromRank, PullId};
+use kvferry_session::owner::{Effect, LinkId, Mode, OfferError};
+use kvferry_session::snapshot::Snapshot;
 
 use crate::metrics::{Known, OwnerMetrics, Unmet};
 use crate::spans::{self, PullSpan};
@@ -19,17 +20,31 @@ pub(super) struct Observer {
     links: HashMap<LinkId, EngineId>,
     /// Of the pulls that somebody wants to see.
     spans: HashMap<PullId, PullSpan>,
+    /// Pulls that are pushed.
+    pushed: HashSet<PullId>,
+    /// Blocks in quarantine, and those of them that producers' ranks may still write.
+    quarantined: (usize, usize),
 }
 
 impl Observer {
     pub(super) fn new(engine: EngineId) -> Self {
         let metrics = OwnerMetrics::new(&engine);
-        Self { engine, metrics, links: HashMap::new(), spans: HashMap::new() }
+        Self {
+            engine,
+            metrics,
+            links: HashMap::new(),
+            spans: HashMap::new(),
+            pushed: HashSet::new(),
+            quarantined: (0, 0),
+        }
     }
 
     /// A pull has begun.
-    pub(super) fn pulling(&mut self, pull: PullId, span: PullSpan) {
+    pub(super) fn pulling(&mut self, pull: PullId, mode: Mode, span: PullSpan) {
         self.metrics.pull_begun();
+        if mode != Mode::Pull {
+            self.pushed.insert(pull);
+        }
         if span.is_seen() {
             self.spans.insert(pull, span);
         }
@@ -40,6 +55,13 @@ impl Observer {
         self.metrics.offered(offered.is_ok());
         if let Ok(fence) = offered {
             spans::offered(fence);
+        }
+    }
+
+    /// A message of a rank came in.
+    pub(super) fn rank_said(&mut self, message: &FromRank) {
+        if let FromRank::Pushed { result, .. } = message {
+            self.metrics.written(result);
         }
     }
 
@@ -80,7 +102,7 @@ impl Observer {
                 }
             }
             Effect::PullEnded { pull, result } => {
-                self.metrics.pull_ended(result);
+                self.metrics.pull_ended(result, self.pushed.remove(pull));
                 if let Some(span) = self.spans.remove(pull) {
                     span.ended(result);
                 }
@@ -92,6 +114,19 @@ impl Observer {
             Effect::FenceRejected { fence, peer } => {
                 self.metrics.fence_rejected(peer);
                 spans::fence_rejected(fence, peer);
+            }
+            Effect::Progress { pull, tokens } => {
+                if let Some(span) = self.spans.get(pull) {
+                    span.progress(*tokens);
+                }
+            }
+            Effect::Reclaimed { pull, blocks } => {
+                self.metrics.reclaimed(*blocks);
+                spans::reclaimed(&self.engine, *pull, *blocks);
+            }
+            Effect::Contradiction { fence, peer, what } => {
+                self.metrics.contradiction(peer);
+                spans::contradiction(fence, peer, what);
             }
             Effect::LinkUp { link, peer, version, took } => {
                 self.links.insert(*link, peer.clone());
@@ -113,6 +148,15 @@ impl Observer {
             Effect::RankLost { .. } => self.metrics.rank_lost(),
             _ => {}
         }
+    }
+
+    /// How many blocks in quarantine producers' ranks may still write. Counted only when their number has changed.
+    pub(super) fn by_writers(&mut self, quarantined: usize, snapshot: impl FnOnce() -> Snapshot) -> usize {
+        if self.quarantined.0 != quarantined {
+            let by_writers = snapshot().quarantine.iter().filter(|q| !q.writers.is_empty()).map(|q| q.blocks).sum();
+            self.quarantined = (quarantined, if quarantined == 0 { 0 } else { by_writers });
+        }
+        self.quarantined.1
     }
 
     /// When there is something to sum up, though nothing more may happen.

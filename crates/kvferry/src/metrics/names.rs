@@ -87,11 +87,11 @@ macro_rules! metrics {
 }
 
 metrics! {
-    PULLS = counter("kvferry_pulls_total", &["peer", "outcome"], "pulls that have ended: delivered, failed, cancelled");
+    PULLS = counter("kvferry_pulls_total", &["peer", "outcome", "mode"], "pulls that have ended: delivered, failed, cancelled");
     PULL_FAILURES = counter("kvferry_pull_failures_total", &["peer", "kind"], "pulls that were not delivered, by why");
     RANK_FAULTS = counter("kvferry_rank_faults_total", &["peer", "stage"], "ranks that failed in pulls, by what they were doing");
     PULL_ATTEMPTS = counter("kvferry_pull_attempts_total", &["peer"], "attempts at pulls; more than pulls where others were tried");
-    PULL_TIME = histogram("kvferry_pull_seconds", SECONDS, &["peer", "outcome"], "from the call to the end of a pull");
+    PULL_TIME = histogram("kvferry_pull_seconds", SECONDS, &["peer", "outcome", "mode"], "from the call to the end of a pull");
     PHASE_TIME = histogram("kvferry_pull_phase_seconds", SECONDS, &["peer", "phase"], "how long pulls were in a phase");
     QUEUE_TIME = histogram("kvferry_pull_queue_seconds", SECONDS, &["peer"], "of the read phase: until a rank's first read had its turn, the slowest rank");
     PULL_BYTES = histogram("kvferry_pull_bytes", BYTES, &["peer"], "bytes of a delivered pull");
@@ -104,6 +104,10 @@ metrics! {
     LEASES_CLOSED = counter("kvferry_leases_closed_total", &["peer", "how"], "leases that are over, by how; peer none: nobody had bound it");
     LEASE_AGE = histogram("kvferry_lease_age_seconds", LONG_SECONDS, &["how"], "from the offer to the lease's end; how read: its age when it was read");
     FENCE_REJECTIONS = counter("kvferry_fence_rejections_total", &["peer"], "releases that were answered Stale: the consumer has thrown away what it had read");
+    WRITES = counter("kvferry_writes_total", &["outcome"], "what ranks of this engine were to write for a peer's request, by rank: done, failed, cancelled, in doubt");
+    WRITTEN_BYTES = counter("kvferry_written_bytes_total", &[], "bytes that ranks of this engine have written which have written all of theirs");
+    CONTRADICTIONS = counter("kvferry_contradictions_total", &["peer"], "times that a peer has said what can't be true beside what it had said");
+    RECLAIMED = counter("kvferry_reclaimed_blocks_total", &[], "blocks that have left quarantine because of their age, without evidence");
     HANDSHAKES = counter("kvferry_handshakes_total", &["outcome"], "links to other owners: ok, failed, refused");
     HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until both owners know each other, from the call to connect, or from when it was accepted");
     LINKS_LOST = counter("kvferry_links_lost_total", &["peer"], "links that were up and are gone, idle ones among them");
@@ -111,7 +115,7 @@ metrics! {
     RANKS_LOST = counter("kvferry_ranks_lost_total", &[], "ranks of this engine that are gone");
     PENDING = gauge("kvferry_pulls_pending", &[], "pulls that have not ended");
     LEASES = gauge("kvferry_leases_open", &["state"], "leases that are open: offered (nobody has bound them), bound");
-    QUARANTINE = gauge("kvferry_quarantined_blocks", &[], "blocks that may still be written by a pull which has ended");
+    QUARANTINE = gauge("kvferry_quarantined_blocks", &["by"], "blocks that may still be written for a pull which has ended, by ranks of this engine or by a producer's writers");
     LINKS = gauge("kvferry_links", &[], "links to other owners that are up");
     RANKS = gauge("kvferry_ranks", &["state"], "ranks of this engine: joined, missing");
 }

@@ -6,6 +6,7 @@ use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_proto::lease::first_attempt;
 use kvferry_proto::names::{Epoch, LeaseId};
+use kvferry_proto::push::{WriteReport, WriterReport};
 use kvferry_proto::rank::RankFault;
 use kvferry_session::outcome::PairReport;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
@@ -44,6 +45,7 @@ fn report(peer: &str) -> Report {
         compared: Bytes::new(32),
         faults: Vec::new(),
         in_doubt: Vec::new(),
+        writers_in_doubt: Vec::new(),
         groups: Vec::new(),
         attempts: 1,
         phases: kvferry_session::outcome::Phases::default(),
@@ -64,11 +66,11 @@ fn everything(m: &mut OwnerMetrics) {
     for _ in 0..3 {
         m.pull_begun();
     }
-    m.ended(&report("p"), None);
-    m.pull_ended(&Err(failed("p", FailureCause::Stale)));
-    m.pull_ended(&Err(failed("p", FailureCause::Cancelled)));
+    m.ended(&report("p"), None, false);
+    m.pull_ended(&Err(failed("p", FailureCause::Stale)), true);
+    m.pull_ended(&Err(failed("p", FailureCause::Cancelled)), false);
     m.pull_begun();
-    m.pull_ended(&Err(failed("p", FailureCause::Refused(BindRefusal::WrongContent))));
+    m.pull_ended(&Err(failed("p", FailureCause::Refused(BindRefusal::WrongContent))), false);
     m.offered(true);
     m.offered(true);
     m.offered(false);
@@ -85,7 +87,20 @@ fn everything(m: &mut OwnerMetrics) {
     m.pull_begun();
     m.offered(true);
     m.link_up(&peer, Duration::from_millis(2));
-    m.standing(Known { quarantined: 4, bound: 1, ranks: 6, missing: 2 });
+    m.standing(Known { quarantined: 7, by_writers: 3, bound: 1, ranks: 6, missing: 2 });
+    let write = |bytes| WriteReport {
+        dst: RankId::new(0),
+        bytes: Bytes::new(bytes),
+        descriptors: 1,
+        lane: String::new(),
+        took: Duration::ZERO,
+    };
+    let writes = vec![write(1000), write(24)];
+    m.written(&Ok(WriterReport { writes, queued: Duration::ZERO, slices: 2, took: Duration::ZERO }));
+    m.written(&Err(RankFault { stage: Stage::Write, text: "gone".into(), in_doubt: true, bad: Vec::new() }));
+    m.written(&Err(RankFault { stage: Stage::Cancelled, text: "stopped".into(), in_doubt: false, bad: Vec::new() }));
+    m.reclaimed(5);
+    m.contradiction(&peer);
 }
 
 fn rendered(happens: impl FnOnce(&mut OwnerMetrics)) -> String {
@@ -123,15 +138,16 @@ fn what_happens_is_counted_where_it_belongs() {
     let text = rendered(everything);
     let series = series(&text);
     for (name, value) in [
-        ("kvferry_pulls_total{peer=\"p\",outcome=\"delivered\"}", 1.0),
-        ("kvferry_pulls_total{peer=\"p\",outcome=\"failed\"}", 2.0),
-        ("kvferry_pulls_total{peer=\"p\",outcome=\"cancelled\"}", 1.0),
+        ("kvferry_pulls_total{peer=\"p\",outcome=\"delivered\",mode=\"pull\"}", 1.0),
+        ("kvferry_pulls_total{peer=\"p\",outcome=\"failed\",mode=\"pull\"}", 1.0),
+        ("kvferry_pulls_total{peer=\"p\",outcome=\"failed\",mode=\"push\"}", 1.0),
+        ("kvferry_pulls_total{peer=\"p\",outcome=\"cancelled\",mode=\"pull\"}", 1.0),
         ("kvferry_pull_failures_total{peer=\"p\",kind=\"stale\"}", 1.0),
         ("kvferry_pull_failures_total{peer=\"p\",kind=\"refused: wrong content\"}", 1.0),
         ("kvferry_rank_faults_total{peer=\"p\",stage=\"read\"}", 3.0),
         ("kvferry_pull_attempts_total{peer=\"p\"}", 4.0),
-        ("kvferry_pull_seconds_bucket{peer=\"p\",outcome=\"delivered\",le=\"0.025\"}", 1.0),
-        ("kvferry_pull_seconds_bucket{peer=\"p\",outcome=\"delivered\",le=\"0.01\"}", 0.0),
+        ("kvferry_pull_seconds_bucket{peer=\"p\",outcome=\"delivered\",mode=\"pull\",le=\"0.025\"}", 1.0),
+        ("kvferry_pull_seconds_bucket{peer=\"p\",outcome=\"delivered\",mode=\"pull\",le=\"0.01\"}", 0.0),
         ("kvferry_wire_bytes_total{peer=\"p\"}", 32_000.0),
         ("kvferry_ideal_bytes_total{peer=\"p\"}", 8000.0),
         ("kvferry_pull_bytes_sum{peer=\"p\"}", 8000.0),
@@ -155,7 +171,14 @@ fn what_happens_is_counted_where_it_belongs() {
         ("kvferry_pulls_pending", 1.0),
         ("kvferry_leases_open{state=\"offered\"}", 0.0),
         ("kvferry_leases_open{state=\"bound\"}", 1.0),
-        ("kvferry_quarantined_blocks", 4.0),
+        ("kvferry_quarantined_blocks{by=\"ranks\"}", 4.0),
+        ("kvferry_quarantined_blocks{by=\"writers\"}", 3.0),
+        ("kvferry_writes_total{outcome=\"done\"}", 1.0),
+        ("kvferry_writes_total{outcome=\"in doubt\"}", 1.0),
+        ("kvferry_writes_total{outcome=\"cancelled\"}", 1.0),
+        ("kvferry_written_bytes_total", 1024.0),
+        ("kvferry_reclaimed_blocks_total", 5.0),
+        ("kvferry_contradictions_total{peer=\"p\"}", 1.0),
         ("kvferry_links", 1.0),
         ("kvferry_ranks{state=\"joined\"}", 4.0),
         ("kvferry_ranks{state=\"missing\"}", 2.0),
@@ -259,7 +282,7 @@ fn counting_costs_little() {
         let start = std::time::Instant::now();
         for _ in 0..rounds {
             m.pull_begun();
-            m.ended(&report, None);
+            m.ended(&report, None, false);
             m.offered(true);
             m.lease_closed(Closing::Read, Duration::from_millis(3), Some(&peer));
         }
@@ -294,15 +317,15 @@ fn an_engine_that_was_never_met_takes_no_place() {
     let text = rendered(|m| {
         for i in 0..MAX_PEERS + 50 {
             m.pull_begun();
-            m.pull_ended(&Err(failed(&format!("forged{i}"), FailureCause::Stale)));
+            m.pull_ended(&Err(failed(&format!("forged{i}"), FailureCause::Stale)), false);
         }
         m.link_up(&id("p"), Duration::ZERO);
         m.pull_begun();
-        m.ended(&report("p"), None);
+        m.ended(&report("p"), None, false);
     });
     let series = series(&text);
-    assert_eq!(series["kvferry_pulls_total{peer=\"other\",outcome=\"failed\"}"], 178.0);
-    assert_eq!(series["kvferry_pulls_total{peer=\"p\",outcome=\"delivered\"}"], 1.0);
+    assert_eq!(series["kvferry_pulls_total{peer=\"other\",outcome=\"failed\",mode=\"pull\"}"], 178.0);
+    assert_eq!(series["kvferry_pulls_total{peer=\"p\",outcome=\"delivered\",mode=\"pull\"}"], 1.0);
     assert!(!text.contains("forged"), "{text}");
 }
 
@@ -323,14 +346,14 @@ fn me_01_intervals_tell_what_ranks_did_even_if_it_was_only_failing() {
     let mut m = OwnerMetrics::new(&id("d"));
     let second = Duration::from_secs;
     assert_eq!((m.interval(second(11)), m.due()), (None, None));
-    m.ended(&report("p"), None);
+    m.ended(&report("p"), None, false);
     assert_eq!((m.interval(second(20)), m.due()), (None, Some(second(21))), "too soon");
     let t = m.interval(second(21)).unwrap();
     // Two ranks: one read 4,000 bytes from two sources at once, in 10 ms; the other as many in 20 ms.
     assert_eq!((t.count(), t.failures(), t.bytes(), t.time()), (2, 0, Bytes::new(8000), Duration::from_millis(30)));
     let mut only_failures = failed("p", FailureCause::Stale);
     only_failures.report.pairs.clear();
-    m.pull_ended(&Err(only_failures));
+    m.pull_ended(&Err(only_failures), false);
     let t = m.interval(second(60)).unwrap();
     assert_eq!((t.count(), t.failures()), (0, 1));
     assert_eq!(m.interval(second(90)), None);

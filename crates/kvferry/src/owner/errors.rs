@@ -5,6 +5,7 @@ use std::time::Duration;
 use kvferry_geometry::units::RankId;
 use kvferry_proto::manifest::JoinError;
 use kvferry_proto::names::NameError;
+use kvferry_session::StreamError;
 use kvferry_session::owner::OfferError;
 
 use crate::address::Address;
@@ -65,6 +66,15 @@ pub enum CallError {
     /// The offer was refused.
     #[error(transparent)]
     Offer(#[from] OfferError),
+    /// What was said of a stream was refused.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The model has no such item.
+    #[error("the model has no item {name:?}; items are named as in its spec")]
+    NoSuchItem {
+        /// The name.
+        name: String,
+    },
     /// References need an address.
     #[error("this owner does not listen for other owners; give it an address with `listen` to offer blocks")]
     NotListening,

@@ -80,6 +80,7 @@ impl Options {
             allowed,
             handshake: c.control.handshake_timeout,
             grace: c.control.grace,
+            reclaim_after: c.control.reclaim_after,
             lease: c.lease,
             retry: c.retry,
             idle: c.control.idle,
@@ -204,6 +205,23 @@ macro_rules! setters {
         #[must_use]
         pub fn grace(mut self, grace: std::time::Duration) -> Self {
             self.options.config.control.grace = grace;
+            self
+        }
+
+        /// How long blocks stay in quarantine if nothing proves that nobody writes them any more; `None`, the default: until something
+        /// does (the ranks in question say that they have stopped, or are seen to live anew). **Time proves nothing**: with this set you
+        /// vouch that no write of a rank that nothing is heard of, and nothing that its transport has accepted, arrives later
+        /// than so long after the request's end. What is let go so is an [event](crate::OwnerEvent::Reclaimed) and counted.
+        #[must_use]
+        pub fn reclaim_after(mut self, age: Option<std::time::Duration>) -> Self {
+            self.options.config.control.reclaim_after = age;
+            self
+        }
+
+        /// Who moves the bytes of pulls that don't say. Default [`Mode::Pull`]($crate::Mode::Pull).
+        #[must_use]
+        pub fn mode(mut self, mode: $crate::Mode) -> Self {
+            self.options.config.mode = mode;
             self
         }
 

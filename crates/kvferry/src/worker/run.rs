@@ -1,7 +1,6 @@
 //! The loop of a rank's thread.
 
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use kvferry_geometry::units::RankId;
@@ -10,6 +9,7 @@ use kvferry_session::rank::Standing;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::link::{Go, RankLink};
+use super::ready::Readies;
 use super::{LaneBoard, WorkerError};
 use crate::driver::Clock;
 use crate::permuter::Permuter;
@@ -19,7 +19,7 @@ pub(super) struct Loop {
     pub(super) rank: RankId,
     pub(super) session: RankSession,
     pub(super) link: RankLink,
-    pub(super) stopped: UnixStream,
+    pub(super) readies: Readies,
     pub(super) permuter: Permuter,
     /// Where the lanes are shown, and up to which change they are.
     pub(super) board: (LaneBoard, u64),
@@ -38,6 +38,7 @@ impl Loop {
             for order in orders.drain(..) {
                 self.session.handle(order, clock.now());
             }
+            self.readies.hand_over(&mut self.session, came, clock.now());
             let next = self.session.step(clock.now());
             if self.session.lanes_revision() != self.board.1 {
                 self.board.1 = self.session.lanes_revision();
@@ -58,9 +59,9 @@ impl Loop {
             }
             // More may have come meanwhile; only who has found nothing may sleep.
             let timeout = if came { Some(Duration::ZERO) } else { next.map(|t| t.saturating_sub(clock.now())) };
-            let stopped;
-            (ready, stopped) = self.sleep(timeout)?;
-            if stopped {
+            let woken;
+            (ready, woken) = self.sleep(timeout)?;
+            if woken && self.readies.hear() {
                 return Ok(());
             }
             while let Some(work) = self.permuter.done()? {
@@ -69,12 +70,12 @@ impl Loop {
         }
     }
 
-    /// Sleeps until something is to be done; says whether the owner has sent and whether to stop.
+    /// Sleeps until something is to be done; says whether the owner has sent, and whether somebody else has woken it.
     fn sleep(&self, timeout: Option<Duration>) -> Result<(bool, bool), WorkerError> {
         let (link, wanted) = self.link.poll_fd();
         let mut fds = [
             PollFd::from_borrowed_fd(link, wanted),
-            PollFd::from_borrowed_fd(self.stopped.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.readies.woken.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.session.wake_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.permuter.wake_fd(), PollFlags::IN),
         ];
