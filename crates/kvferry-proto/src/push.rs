@@ -145,15 +145,17 @@ impl fmt::Display for PushId {
 pub struct PushOrder {
     /// Names the order in its end.
     pub push: PushId,
-    /// What is written: of a [`Stream`] with this lease and attempt, once that is known; else it is final as it stands here.
+    /// What is written.
     pub lease: LeaseId,
-    /// The attempt of the stream.
+    /// Which run of the prefill.
     pub attempt: Attempt,
+    /// Whether what is final is what a [`Stream`] of that lease and attempt says, and nothing before there is one. Else all is.
+    pub streamed: bool,
     /// To whom.
     pub pairing: Pairing,
     /// Length of the sequence.
     pub tokens: Tokens,
-    /// Our blocks: final, if no stream has this lease.
+    /// Our blocks; where it is streamed, as far as they were known.
     pub src: Vec<SrcGroup>,
     /// The consumer's blocks.
     pub dst: Vec<DstGroup>,

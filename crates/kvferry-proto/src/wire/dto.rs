@@ -605,6 +605,7 @@ pub(super) struct Push {
     pub(super) push: u64,
     pub(super) lease: u128,
     pub(super) attempt: u32,
+    pub(super) streamed: bool,
     pub(super) pairing: Pairing,
     pub(super) request: Request,
     pub(super) priority: u8,

@@ -294,6 +294,7 @@ fn to_rank_messages() -> Vec<ToRank> {
             push: PushId(u64::MAX),
             lease,
             attempt,
+            streamed: true,
             pairing: pairing(),
             tokens: request().tokens,
             src: request().src,

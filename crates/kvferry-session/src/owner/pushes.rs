@@ -120,11 +120,13 @@ impl OwnerSession {
         let (salt, peer_map, src) = (bound.salt(), bound.peer_map(), bound.offer().groups.clone());
         let attempt = open.stream.as_ref().map_or(Attempt::FIRST, |stream| stream.attempt);
         let so_far = open.stream.as_ref().map(|stream| stream.so_far(lease, &src)).unwrap_or_default();
+        let streamed = open.stream.is_some();
         let options = self.peer_options(salt);
         let order = PushOrder {
             push: id,
             lease,
             attempt,
+            streamed,
             pairing: Pairing { peer: peer.digest(), options, compat, peer_map },
             tokens: room.tokens,
             src,

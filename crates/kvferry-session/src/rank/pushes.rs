@@ -95,7 +95,7 @@ impl RankSession {
             let (of, at) = (order.attempt, stream.attempt);
             return Err(fault(Stage::Cancelled, format!("the order is of attempt {of}, and the prefill is at {at}")));
         }
-        let streamed = stream.is_some();
+        let streamed = order.streamed || stream.is_some();
         let rank = self.who.rank;
         let (pairing, items) = (order.pairing, self.items());
         let (peer, direction) = self.serving(&order)?;

@@ -253,6 +253,7 @@ mod tests {
             push: PushId(7),
             lease: LeaseId::new(1),
             attempt: Attempt::FIRST,
+            streamed: false,
             pairing,
             tokens: Tokens::ZERO,
             src: Vec::new(),

@@ -168,6 +168,7 @@ impl TryFrom<dto::Push> for PushOrder {
             push: PushId(d.push),
             lease: LeaseId::new(d.lease),
             attempt: Attempt::new(d.attempt),
+            streamed: d.streamed,
             pairing: pairing(&d.pairing),
             tokens,
             src,
@@ -185,6 +186,7 @@ impl From<&PushOrder> for dto::Push {
             push: m.push.0,
             lease: m.lease.get(),
             attempt: m.attempt.get(),
+            streamed: m.streamed,
             pairing: write_pairing(&m.pairing),
             request: dto::Request {
                 tokens: m.tokens.get(),

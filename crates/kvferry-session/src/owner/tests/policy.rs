@@ -102,24 +102,24 @@ fn each_phase_has_its_limit() {
     };
     let lost: [&'static [&'static str]; 4] = [&[], &["Bind", "PushBind"], &[], &["ReleaseAnswer"]];
     for mode in both() {
-        for n in 0..4 {
+        for (n, lost) in lost.into_iter().enumerate() {
             let mut w = Pair::leased();
             let fence = w.offer(1, Ttl::Usual);
             w.answers = n != 0;
             let policy = FailurePolicy { within: limits(n), ..FailurePolicy::default() };
             let pull = w.pull_as(with(policy, mode, &fence));
-            w.carry(losing(lost[n]));
+            w.carry(losing(lost));
             if n == 3 && mode == Mode::Pull {
                 w.read(pull);
             } else if n == 3 {
                 continue;
             }
-            w.carry(losing(lost[n]));
+            w.carry(losing(lost));
             assert_eq!(w.d.session.step(w.now).map(|t| t <= 3 * SECOND), Some(true), "{mode:?} {n}");
-            w.pass(2 * SECOND, losing(lost[n]));
+            w.pass(2 * SECOND, losing(lost));
             assert_eq!(w.end_of(pull), "-", "{mode:?} {n}");
             for _ in 0..4 {
-                w.pass(2 * SECOND, losing(lost[n]));
+                w.pass(2 * SECOND, losing(lost));
                 w.stop(pull);
             }
             let told = &w.failed(pull).cause;

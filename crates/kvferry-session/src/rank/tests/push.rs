@@ -94,6 +94,7 @@ impl Pushing {
             push: PushId(push),
             lease: LEASE,
             attempt: Attempt::FIRST,
+            streamed: false,
             pairing: self.to_d,
             tokens: Tokens::new(TOKENS),
             src: src_groups(),

@@ -161,6 +161,22 @@ fn ls_05_a_new_attempt_ends_the_old_one() {
     assert_eq!(w.reports().len(), 1);
 }
 
+/// An order of a stream that the rank has not heard of writes nothing before it has.
+#[test]
+fn a_streamed_order_waits_for_its_stream() {
+    let mut w = Pushing::new((1, 1), Script::default());
+    w.push(&PushOrder { streamed: true, ..w.order(1) });
+    w.steps(20);
+    assert!(w.memory().iter().flatten().all(|b| *b == UNTOUCHED) && w.ended[0].is_empty());
+    w.stream(Attempt::FIRST, 3, false);
+    w.steps(20);
+    assert!(w.memory().iter().flatten().all(|b| *b == UNTOUCHED) && w.ended[0].is_empty());
+    w.stream(Attempt::FIRST, 3, true);
+    w.steps(20);
+    assert_eq!(w.reports().len(), 1);
+    assert_eq!(w.memory(), w.expected(&Watermarks::whole(2)));
+}
+
 /// Nothing is kept of streams that aren't known.
 #[test]
 fn streams_are_kept_from_their_first_word_to_their_end() {
