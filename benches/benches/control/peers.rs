@@ -1,6 +1,5 @@
 //! Handshakes, and what a peer costs that asks for nothing.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -10,12 +9,14 @@ use kvferry::{Address, Engine, EngineId, OwnerEvent, PullSpec, Tokens};
 use kvferry_benches::engines::{shape, wanted};
 use kvferry_benches::instant::Instant as InstantTransport;
 use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::units::Bytes;
+use kvferry_memory::{BufferOptions, SharedBuffer};
 use kvferry_proto::handshake::{Expected, Greeting, IdentityCheck, LocalSide};
 use kvferry_proto::manifest::{EngineManifest, RankContact};
 use kvferry_proto::names::{EngineId as Id, Epoch, ModelIdentity};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::wire::{FrameReader, encode_peer};
-use kvferry_transport::{Region, Transport};
+use kvferry_transport::Transport;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -203,10 +204,16 @@ fn large(id: &str, name: u128) -> kvferry::EngineBuilder {
     let mut builder = Engine::builder(EngineId::new(id).unwrap(), spec, groups);
     for (rank, manifest) in (0..).zip(ranks) {
         let len = |r: &kvferry_geometry::layout::Region| usize::try_from(r.len.get()).unwrap();
-        // Nothing moves: one region stands for all of its length, as a rank with all of its memory would touch gigabytes.
-        let mut of_len: BTreeMap<usize, Region> = BTreeMap::new();
-        let region = |r| of_len.entry(len(r)).or_insert_with_key(|&len| Region::zeroed(len).unwrap()).clone();
-        let memory = manifest.layout.regions.iter().map(region).collect();
+        // Nothing moves, so it is never touched and costs addresses only.
+        let lens: Vec<usize> = manifest.layout.regions.iter().map(len).collect();
+        let all = Bytes::new(lens.iter().sum::<usize>() as u64);
+        let all = SharedBuffer::new("kvferry bench", all, BufferOptions::default()).unwrap().region();
+        let mut at = 0;
+        let part = |len| {
+            at += len;
+            all.part(at - len, len).unwrap()
+        };
+        let memory = lens.into_iter().map(part).collect();
         let transport: Box<dyn Transport> = Box::new(InstantTransport::new(name * 1000 + rank));
         builder = builder.rank(manifest, memory, transport);
     }

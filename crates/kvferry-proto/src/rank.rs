@@ -70,8 +70,8 @@ pub struct PullOrder {
     pub pull: PullId,
     /// From whom.
     pub pairing: Pairing,
-    /// Both sides' blocks.
-    pub request: Request,
+    /// Both sides' blocks; shared by the orders to all ranks.
+    pub request: Arc<Request>,
     /// How sure the owner wants to be.
     pub assurance: Assurance,
     /// Whose reads are posted first: those of a higher one, always. 0 is the lowest.

@@ -28,7 +28,7 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::units::{GroupId, Name, RankId};
-use kvferry_proto::handshake::{Allowed, LocalSide};
+use kvferry_proto::handshake::{Allowed, Expected, Greeting, Hello, LocalSide};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
 use kvferry_proto::names::{EngineId, Epoch, Fence, LeaseId};
@@ -174,6 +174,13 @@ impl OwnerSession {
     #[must_use]
     pub fn manifest(&self) -> Option<&Arc<EngineManifest>> {
         self.life.local().map(|l| &l.manifest)
+    }
+
+    /// What is said first to an owner that was not met before, once all ranks have joined: the same for all, until
+    /// [`Effect::Ready`] comes again. It is long, so that a driver may want to encode it once.
+    #[must_use]
+    pub fn hello(&self) -> Option<Hello> {
+        self.life.local().map(|local| Greeting::start(local.clone(), Expected::default()).1)
     }
 
     /// The ranks that have not joined.

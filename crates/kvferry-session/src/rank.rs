@@ -337,7 +337,8 @@ impl RankSession {
         let way = known.acquaintance.reading(engine.cache(), peer.cache(), pairing.compat);
         let direction = way.map_err(|e| unfit(&e))?;
         let map = direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| unfit(&e))?;
-        let request = BoundRequest::new(direction.compatible(), order.request.clone()).map_err(|e| unfit(&e))?;
+        let request =
+            BoundRequest::new(direction.compatible(), Request::clone(&order.request)).map_err(|e| unfit(&e))?;
         let mut batches = Vec::new();
         for src in map.sources_of(self.who.rank) {
             let plan = direction.plan(pairing.options, src, self.who.rank).map_err(|e| unfit(&e))?;
@@ -378,7 +379,7 @@ impl RankSession {
             priority: order.priority,
             deadline: order.deadline.map(|left| self.now.saturating_add(left)),
         };
-        Ok(Pull::new(order.pull, terms, request, order.request.dst.clone(), self.now, sources))
+        Ok(Pull::new(order.pull, terms, request, order.request.clone(), self.now, sources))
     }
 
     /// The pull has failed: nothing more is posted, what is in flight is asked to stop.

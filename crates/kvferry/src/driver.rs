@@ -1,8 +1,8 @@
 //! Drives an owner's session: the one task that owns it, and the one place of this crate that reads a clock.
 //!
 //! All that happens comes in through one inbox: calls of the engine, and news of the connections. The driver deals with all that
-//! has come before it looks again, and only then lets what it has to say go out, so that many messages are one wake-up, one read
-//! and one write. The session's effects go out to connections that never make the driver wait. Listening and connecting are
+//! has come before it looks again, and lets what it has to say go out then, or after a few dozen of them: so many messages are
+//! one wake-up, one read and one write. The session's effects go out to connections that never make the driver wait. Listening and connecting are
 //! tasks of their own.
 //!
 //! No rank is dropped because much waits for it: where more than `FULL` bytes wait for a rank, the driver keeps the credits of the
@@ -43,6 +43,7 @@ pub(crate) mod inbox;
 mod links;
 mod observe;
 
+use effects::Greeted;
 use events::{Events, EventsEnd, OwnerEvent};
 use inbox::{Inbox, Sender};
 pub(crate) use links::{Listeners, PeerListener, SocketFile};
@@ -51,6 +52,9 @@ use observe::Observer;
 
 /// How long the driver may be busy before it looks whether something is overdue.
 const OVERDUE: Duration = Duration::from_millis(10);
+/// After so many messages and calls what they have led to goes out, though more wait: others begin with it meanwhile. With much more
+/// at a time engines and ranks take turns instead of working beside each other.
+const PIECE: usize = 32;
 
 /// The time since this value was made. The only clock.
 #[derive(Clone, Copy, Debug)]
@@ -214,6 +218,10 @@ pub(crate) struct Driver {
     said: (Vec<LinkId>, Vec<RankLinkId>),
     /// Links whose credits are kept until what they have filled is written.
     paused: BTreeSet<LinkId>,
+    /// What is said first to engines that were not met before.
+    hello: Option<Greeted>,
+    /// How much was dealt with since the last flush.
+    unflushed: usize,
     /// Whether something that was just sent waits behind too much.
     full: bool,
     /// Links that others have begun and that are not up.
@@ -259,6 +267,8 @@ impl Driver {
             pulls: HashMap::new(),
             said: (Vec::new(), Vec::new()),
             paused: BTreeSet::new(),
+            hello: None,
+            unflushed: 0,
             full: false,
             strangers: BTreeSet::new(),
             connecting: HashSet::new(),
@@ -284,7 +294,7 @@ impl Driver {
             let idle = news.is_empty();
             for one in news.drain(..) {
                 let end = self.heard(one);
-                self.carry_out();
+                self.dealt_with();
                 if let Some(End(reply)) = end {
                     self.shut_down().await;
                     // Whoever asked need not wait for it.
@@ -435,7 +445,7 @@ impl Driver {
                 for message in messages {
                     self.observer.rank_said(&message);
                     self.session.rank_message(link, message, now);
-                    self.carry_out();
+                    self.dealt_with();
                 }
                 if let Some(RankLink::Socket(connection)) = self.ranks.get(&link) {
                     connection.credit();
@@ -456,7 +466,7 @@ impl Driver {
         for message in messages {
             self.observer.heard(link, &message);
             self.session.peer_message(link, message, now);
-            self.carry_out();
+            self.dealt_with();
         }
         if let Some(Peer::Socket(connection)) = self.peers.get(&link) {
             if self.full {

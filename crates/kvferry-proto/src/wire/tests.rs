@@ -281,7 +281,7 @@ fn to_rank_messages() -> Vec<ToRank> {
         ToRank::Pull(PullOrder {
             pull: PullId(4),
             pairing: pairing(),
-            request: request(),
+            request: request().into(),
             assurance,
             priority,
             deadline,

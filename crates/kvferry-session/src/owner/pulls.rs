@@ -4,6 +4,8 @@ use super::{
     BTreeMap, BTreeSet, Duration, Effect, Fence, LeaseId, Life, LinkId, OwnerSession, PullId, PullWish, dst_counts,
 };
 
+use std::sync::Arc;
+
 use kvferry_geometry::request::{BoundRequest, Request, SrcGroup};
 use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::handshake::Abilities;
@@ -556,6 +558,7 @@ impl OwnerSession {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let (wish, pairing) = (&pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
+        let request = Arc::new(request);
         let (assurance, priority, written) = (wish.assurance, wish.priority, wish.mode != Mode::Pull);
         let left = pull.deadline.saturating_sub(self.now);
         let queue = wish.policy.within.queue.filter(|_| wish.mode == Mode::Pull);
@@ -571,7 +574,7 @@ impl OwnerSession {
             Ok(map) => map,
             Err(error) => return self.give_back(id, link, granted, error.into()),
         };
-        let (full_hit, delivered) = match BoundRequest::new(direction.compatible(), request.clone()) {
+        let (full_hit, delivered) = match BoundRequest::new(direction.compatible(), Request::clone(&request)) {
             Ok(bound) => (bound.is_full_hit(), outcome::delivered(direction.compatible(), &request, &bound)),
             Err(errors) => return self.give_back(id, link, granted, FailureCause::Request(errors)),
         };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::request::{BoundRequest, DstGroup};
+use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{Bytes, RankId, RegionId};
 use kvferry_proto::names::EngineId;
@@ -151,8 +151,8 @@ pub(super) struct Pull {
     order: Order,
     terms: Terms,
     pub(super) request: BoundRequest,
-    /// The request's groups at the destination.
-    written: Vec<DstGroup>,
+    /// As it was ordered.
+    ordered: Arc<Request>,
     started: Duration,
     /// When the first slice was posted, and how many were.
     posted: Option<Duration>,
@@ -174,7 +174,7 @@ impl Pull {
         id: PullId,
         terms: Terms,
         request: BoundRequest,
-        written: Vec<DstGroup>,
+        ordered: Arc<Request>,
         started: Duration,
         sources: BTreeMap<RankId, Source>,
     ) -> Self {
@@ -182,7 +182,7 @@ impl Pull {
             order: Order::Pull(id),
             terms,
             request,
-            written,
+            ordered,
             started,
             posted: None,
             slices: 0,
@@ -490,7 +490,7 @@ impl Pull {
             _ => None,
         });
         let Some((src, took, compare)) = working else { return Next::Wait };
-        match compare.advance(regions, budget, src, (own, rank), &self.written) {
+        match compare.advance(regions, budget, src, (own, rank), &self.ordered.dst) {
             Ok(Progress::Working) => Next::Wait,
             Ok(Progress::Ask(windows)) => Next::Ask(vec![(src, windows)]),
             Ok(Progress::Equal) => {

@@ -107,7 +107,7 @@ impl World {
         PullOrder {
             pull: PullId(pull),
             pairing: self.pairing,
-            request: Self::request(),
+            request: Self::request().into(),
             assurance,
             priority: 100,
             deadline: None,
@@ -260,7 +260,7 @@ fn orders_that_do_not_fit_are_refused() {
     let mut engine = good.clone();
     engine.pairing.peer = Digest::from_bytes([0; 32]);
     let mut request = good;
-    request.request.dst.clear();
+    Arc::make_mut(&mut request.request).dst.clear();
     for (order, text) in
         [(map, "map of peers"), (salt, "map of peers"), (engine, "unknown engine"), (request, "groups")]
     {

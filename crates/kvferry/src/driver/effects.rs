@@ -1,5 +1,8 @@
 //! What the session wants done, and how it leaves the driver.
 
+use std::sync::Arc;
+
+use kvferry_proto::handshake::Hello;
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, RankFault, Stage, ToRank};
 use kvferry_proto::wire;
@@ -7,8 +10,36 @@ use kvferry_session::owner::{Effect, LinkId, RankLinkId};
 
 use super::events::OwnerEvent;
 use super::links::{Peer, RankLink};
-use super::{Driver, Progress};
+use super::{Driver, PIECE, Progress};
 use crate::connection::{DRAINED, FULL};
+
+/// Our hello with its frame: it is long, and the same for all who are met.
+pub(super) struct Greeted {
+    hello: Hello,
+    frame: Vec<u8>,
+}
+
+impl Greeted {
+    fn new(hello: Hello) -> Option<Self> {
+        let message = PeerMessage::Hello(hello);
+        let frame = wire::encode_peer(&message).ok()?;
+        let PeerMessage::Hello(hello) = message else { return None };
+        Some(Self { hello, frame })
+    }
+
+    /// The frame of a message that is this hello.
+    fn frame_of(&self, message: &PeerMessage) -> Option<Vec<u8>> {
+        let PeerMessage::Hello(Hello { versions, abilities, identity, stripe, digest, manifest }) = message else {
+            return None;
+        };
+        let ours = &self.hello;
+        // By its address: to compare manifests takes as long as to write one.
+        let same = Arc::ptr_eq(manifest, &ours.manifest)
+            && (versions, abilities, stripe) == (&ours.versions, &ours.abilities, &ours.stripe)
+            && (identity, digest) == (&ours.identity, &ours.digest);
+        same.then(|| self.frame.clone())
+    }
+}
 
 impl Driver {
     /// Does what the session wants done. Failures come back to the session, which may want more.
@@ -22,6 +53,7 @@ impl Driver {
                 Effect::SendRank { link, message } => self.send_rank(link, message),
                 Effect::CloseRank { link } => drop(self.ranks.remove(&link)),
                 Effect::Ready(manifest) => {
+                    self.hello = self.session.hello().and_then(Greeted::new);
                     self.events.push(OwnerEvent::Ready { epoch: manifest.epoch() });
                     self.progress.send_replace(Progress::Ready(manifest));
                 }
@@ -83,8 +115,18 @@ impl Driver {
         }
     }
 
+    /// Something was dealt with: does what the session wants done, and lets it go out if that has become much.
+    pub(super) fn dealt_with(&mut self) {
+        self.carry_out();
+        self.unflushed += 1;
+        if self.unflushed >= PIECE {
+            self.flush();
+        }
+    }
+
     /// Lets all that was said go out.
     pub(super) fn flush(&mut self) {
+        self.unflushed = 0;
         // Whoever is gone when it is handed over makes the session say more.
         while !self.said.0.is_empty() || !self.said.1.is_empty() {
             for link in std::mem::take(&mut self.said.0) {
@@ -161,7 +203,9 @@ impl Driver {
                 Ok(())
             }
             Some(Peer::Socket(connection)) => {
-                wire::encode_peer(&message).map_err(|e| e.to_string()).and_then(|frame| {
+                let known = self.hello.as_ref().and_then(|hello| hello.frame_of(&message));
+                let frame = known.map_or_else(|| wire::encode_peer(&message).map_err(|e| e.to_string()), Ok);
+                frame.and_then(|frame| {
                     if self.said.0.last() != Some(&link) {
                         self.said.0.push(link);
                     }
@@ -234,7 +278,7 @@ mod tests {
         let order = PullOrder {
             pull: PullId(7),
             pairing,
-            request: request.clone(),
+            request: request.clone().into(),
             assurance: Assurance::Fenced,
             priority: 100,
             deadline: None,

@@ -361,7 +361,7 @@ impl TryFrom<dto::Pull> for PullOrder {
         Ok(Self {
             pull: PullId(d.pull),
             pairing: pairing(&d.pairing),
-            request: d.request.try_into()?,
+            request: Arc::new(d.request.try_into()?),
             assurance,
             priority: d.priority,
             deadline: d.deadline_ns.map(Duration::from_nanos),
@@ -380,7 +380,7 @@ impl From<&PullOrder> for dto::Pull {
         Self {
             pull: m.pull.0,
             pairing: write_pairing(&m.pairing),
-            request: (&m.request).into(),
+            request: (&*m.request).into(),
             assurance,
             priority: m.priority,
             deadline_ns: m.deadline.map(nanos),
