@@ -2,6 +2,7 @@
 
 use super::{BTreeSet, Fence, Life, LinkId, OwnerSession, PullId, RankId};
 
+use kvferry_geometry::units::Tokens;
 use kvferry_proto::names::{Attempt, pairing_salt};
 use kvferry_proto::peer::{PeerMessage, ReadsEnd, Release};
 use kvferry_proto::rank::{RankFault, Stage};
@@ -71,8 +72,9 @@ impl OwnerSession {
         let attempt = wanted.fence().attempt;
         if let Some(pull) = self.pulls.open.get_mut(&id) {
             (pull.attempt, pull.asked, pull.lease_end) = (attempt, Asked::default(), None);
-            // What is known to have stopped is of the attempt before.
+            // What is known to have stopped, and to be in place, is of the attempt before.
             pull.stopped.clear();
+            pull.granted.progress = Tokens::ZERO;
         }
         self.enter(id, State::Linking(wanted));
         self.bind(id, link);

@@ -17,7 +17,7 @@ use kvferry_proto::peer::{
 use kvferry_proto::rank::ToRank;
 
 use super::loans::Place;
-use super::pushes::{Push, stoppage};
+use super::pushes::Push;
 use super::streams::StreamState;
 use super::timers::Timers;
 
@@ -232,19 +232,6 @@ impl Leases {
     #[cfg(test)]
     pub(super) fn shown(&self) -> usize {
         self.open.values().map(|open| open.places.len()).sum()
-    }
-
-    /// Whoever has bound a lease hears of its writers' end on this link.
-    pub(super) fn answer_on(&mut self, lease: LeaseId, to: LinkId) {
-        let Some(open) = self.open.get_mut(&lease) else { return };
-        let (State::Bound(bound, link) | State::Stopping { bound, link, .. }) = &mut open.state else { return };
-        let from = std::mem::replace(link, to);
-        if from == to {
-            return;
-        }
-        let engine = bound.consumer().engine.clone();
-        self.unbind(lease, &engine, from);
-        self.bind(lease, engine, to);
     }
 
     /// It is bound over a link.
@@ -539,7 +526,8 @@ impl OwnerSession {
         let consumer = bound.consumer().engine.clone();
         let doubted = self.writers_have_stopped(lease);
         let reopened = match then {
-            Then::Reopen if doubted.as_ref().is_none_or(BTreeSet::is_empty) => {
+            // One of a former life of the engine can't be bound anew.
+            Then::Reopen if doubted.as_ref().is_none_or(BTreeSet::is_empty) && bound.fence().epoch == self.epoch => {
                 bound.clone().reopen(self.config.lease.extension, self.now)
             }
             _ => None,
@@ -555,7 +543,7 @@ impl OwnerSession {
             self.end_asks(lease, "the prefill has begun anew");
         } else {
             if let Some(doubted) = doubted {
-                self.say_stopped(link, bound.fence(), stoppage(&doubted));
+                self.tell_stopped(&consumer, bound.fence(), &doubted);
             }
             // One that can't be offered anew has lost what it would be offered to.
             let how = if let Then::Close(how) = then { how } else { Closing::Withdrawn };

@@ -34,7 +34,6 @@ pub(super) struct Push {
 struct Doubt {
     fence: Fence,
     consumer: EngineId,
-    link: LinkId,
     ranks: BTreeSet<RankId>,
 }
 
@@ -213,7 +212,7 @@ impl OwnerSession {
         let told: Written = push.writing.told(fence.clone(), bound.offer().groups.clone());
         let stopping = matches!(open.state, State::Stopping { .. });
         if !doubted.is_empty() {
-            self.pushes.doubts.insert(id, Doubt { fence, consumer, link, ranks: doubted });
+            self.pushes.doubts.insert(id, Doubt { fence, consumer, ranks: doubted });
         }
         if stopping {
             self.has_stopped(lease);
@@ -250,7 +249,6 @@ impl OwnerSession {
             // Of a later attempt than the one that is bound, its bind is still on its way, or lost: the lease isn't wanted either.
             Some(State::Bound(bound, _)) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
                 let answered = bound.fence() == fence;
-                self.leases.answer_on(lease, link);
                 self.end_bound(lease, Then::Close(Closing::Abandoned));
                 if answered {
                     return;
@@ -258,7 +256,6 @@ impl OwnerSession {
             }
             Some(State::Stopping { bound, .. }) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
                 let answered = bound.fence() == fence;
-                self.leases.answer_on(lease, link);
                 // What it doesn't want isn't offered anew.
                 self.end_bound(lease, Then::Close(Closing::Abandoned));
                 if answered {
@@ -272,19 +269,22 @@ impl OwnerSession {
             }
             _ => {}
         }
-        let doubts = self.pushes.doubts.values_mut().filter(|d| d.fence == *fence && d.consumer == peer);
-        let mut doubted = BTreeSet::new();
-        for doubt in doubts {
-            // What is known later is told here.
-            doubt.link = link;
-            doubted.extend(doubt.ranks.iter().copied());
-        }
+        let doubts = self.pushes.doubts.values().filter(|d| d.fence == *fence && d.consumer == peer);
+        let doubted: BTreeSet<RankId> = doubts.flat_map(|d| d.ranks.iter().copied()).collect();
         let known = self.pushes.lives.contains(&fence.epoch);
         let writers = if known { stoppage(&doubted) } else { Stoppage::Unknown };
         self.say_stopped(link, fence, writers);
     }
 
-    pub(super) fn say_stopped(&mut self, link: LinkId, fence: &Fence, writers: Stoppage) {
+    /// What has come to be known is told on every link to the consumer: nobody knows which of them it listens to. It asks on the next
+    /// one if there is none.
+    pub(super) fn tell_stopped(&mut self, consumer: &EngineId, fence: &Fence, doubted: &BTreeSet<RankId>) {
+        for link in self.links.to_engine(consumer) {
+            self.say_stopped(link, fence, stoppage(doubted));
+        }
+    }
+
+    fn say_stopped(&mut self, link: LinkId, fence: &Fence, writers: Stoppage) {
         self.send_peer(link, PeerMessage::Stopped(Stopped { fence: fence.clone(), writers }));
     }
 
@@ -297,13 +297,11 @@ impl OwnerSession {
         }
         let Some(doubt) = self.pushes.doubts.get_mut(&id).filter(|doubt| doubt.ranks.contains(&rank)) else { return };
         doubt.ranks.remove(&rank);
-        let (fence, link, ranks) = (doubt.fence.clone(), doubt.link, doubt.ranks.clone());
+        let (fence, consumer, ranks) = (doubt.fence.clone(), doubt.consumer.clone(), doubt.ranks.clone());
         if ranks.is_empty() {
             self.pushes.doubts.remove(&id);
         }
-        let writers = stoppage(&ranks);
-        // If that link is gone, the consumer asks on the next one.
-        self.say_stopped(link, &fence, writers);
+        self.tell_stopped(&consumer, &fence, &ranks);
     }
 
     /// A rank of ours is gone: nothing proves that what it has posted has stopped.
@@ -345,7 +343,7 @@ fn asks(of: &Fence, stop: &Fence) -> bool {
 }
 
 /// What is said of writers of which these are in doubt.
-pub(super) fn stoppage(doubted: &BTreeSet<RankId>) -> Stoppage {
+fn stoppage(doubted: &BTreeSet<RankId>) -> Stoppage {
     if doubted.is_empty() { Stoppage::All } else { Stoppage::Except(doubted.clone()) }
 }
 

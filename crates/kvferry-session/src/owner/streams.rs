@@ -5,7 +5,7 @@
 //! anew. Our ranks are told what the engine says; what they write of it is their consumers' grants' matter
 //! ([`pushes`](super::pushes)).
 
-use super::{BTreeSet, Duration, Fence, LeaseId, Life, OfferError, OwnerSession, SrcGroup, Ttl};
+use super::{BTreeSet, Duration, Fence, LeaseId, OfferError, OwnerSession, SrcGroup, Ttl};
 
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::spec::Retention;
@@ -283,8 +283,7 @@ impl OwnerSession {
 
     /// Lists the blocks of a stream anew; appended to those before, or in their place.
     fn relist(&mut self, lease: LeaseId, groups: Vec<SrcGroup>, append: bool) -> Result<(), StreamError> {
-        let Life::Ready(local) = &self.life else { return Err(OfferError::NotReady.into()) };
-        let m = local.manifest.cache().clone();
+        let m = self.life.local().ok_or(OfferError::NotReady)?.manifest.cache().clone();
         let places = self.offered(&m, &groups)?;
         let Some(open) = self.leases.open.get_mut(&lease) else { return Err(StreamError::Unknown { lease }) };
         let before = match &open.state {

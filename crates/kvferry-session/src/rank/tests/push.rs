@@ -168,7 +168,7 @@ impl Pushing {
             let order = PullOrder {
                 pull,
                 pairing: self.to_p,
-                request: World::request(),
+                request: World::request().into(),
                 assurance,
                 priority: 0,
                 deadline: None,
