@@ -40,6 +40,8 @@ pub struct FabricConfig {
     pub rate: u64,
     /// Most strips of one operation.
     pub strips: u64,
+    /// How much later than in doubt late bytes land: shortest and longest.
+    pub late: (Duration, Duration),
     /// Rates of what operations do wrong.
     pub faults: BTreeMap<FaultKind, u32>,
 }
@@ -48,7 +50,8 @@ impl FabricConfig {
     /// Bytes are moved, in tens of microseconds, and nothing goes wrong.
     #[must_use]
     pub fn new(seed: u64) -> Self {
-        Self { seed, bytes: true, latency: (us(2), us(40)), rate: 1 << 30, strips: 6, faults: BTreeMap::new() }
+        let late = (us(50), ms(1500));
+        Self { seed, bytes: true, latency: (us(2), us(40)), rate: 1 << 30, strips: 6, late, faults: BTreeMap::new() }
     }
 }
 
@@ -365,20 +368,11 @@ impl State {
     }
 
     pub(crate) fn touch(&mut self, op: &Op, more: bool) {
-        let change = |map: &mut BTreeMap<Place, u32>, places: &[Place]| {
-            for place in places {
-                let count = map.entry(*place).or_default();
-                *count = if more { *count + 1 } else { count.saturating_sub(1) };
-                if *count == 0 {
-                    map.remove(place);
-                }
-            }
-        };
         if let Some(node) = self.nodes.get_mut(op.dst_node()) {
-            change(&mut node.writers, &op.written);
+            change(&mut node.writers, &op.written, more);
         }
         if let Some(node) = self.nodes.get_mut(op.node) {
-            change(&mut node.readers, &op.sent);
+            change(&mut node.readers, &op.sent, more);
         }
     }
 
@@ -459,6 +453,7 @@ impl State {
                 // Its own memory is no more, so only what it writes elsewhere can go on.
                 Some(op) if drains && op.writes_away() && op.copier.is_some() && op.stage == Stage::Moving => {
                     op.stage = Stage::Told;
+                    self.unsend(key);
                 }
                 _ => self.release(key),
             }
@@ -493,10 +488,31 @@ impl State {
         }
     }
 
+    /// It has ended in doubt, and may still land: what it sends then is of no use to anybody, so its own blocks are free. Those that
+    /// it writes are not.
+    pub(crate) fn unsend(&mut self, key: u64) {
+        let Some(op) = self.ops.get_mut(&key) else { return };
+        let (node, sent) = (op.node, std::mem::take(&mut op.sent));
+        if let Some(node) = self.nodes.get_mut(node) {
+            change(&mut node.readers, &sent, false);
+        }
+    }
+
     /// Nothing touches memory for it any more.
     pub(crate) fn release(&mut self, key: u64) {
         if let Some(op) = self.ops.remove(&key) {
             self.touch(&op, false);
+        }
+    }
+}
+
+/// Counts places once more, or once less.
+fn change(map: &mut BTreeMap<Place, u32>, places: &[Place], more: bool) {
+    for place in places {
+        let count = map.entry(*place).or_default();
+        *count = if more { *count + 1 } else { count.saturating_sub(1) };
+        if *count == 0 {
+            map.remove(place);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::faults::{FaultKind, FaultPlan};
 use crate::mask::Mask;
-use crate::rng::{Rng, ms};
+use crate::rng::{Rng, ms, us};
 
 /// One request, from a prompt to what becomes of its cache.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -35,10 +35,43 @@ pub struct RequestPlan {
     pub ttl: Option<Duration>,
     /// Its priority.
     pub priority: u8,
+    /// Whether the producer writes; with whether the consumer is told how far that is.
+    pub push: Option<bool>,
+    /// How its offer is made while it is still computed, if it is.
+    pub stream: Option<StreamPlan>,
+    /// How long each phase may take: link, bind, transfer, release.
+    pub within: [Option<Duration>; 4],
     /// Whether it is made anew, from the prefill on, where it fails.
     pub again: bool,
     /// What goes wrong with it, and how long after the offer.
     pub wrong: Vec<(FaultKind, Duration)>,
+}
+
+/// A prefill that is told of while it runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StreamPlan {
+    /// Into how many chunks the prompt is cut.
+    pub chunks: u32,
+    /// Whether the layers of a chunk are told of one after the other.
+    pub layers: bool,
+    /// Whether blocks are listed only when they are needed.
+    pub late: bool,
+    /// Steps after which it begins anew, once.
+    pub restart: Option<u32>,
+    /// How long a step takes at most.
+    pub step: Duration,
+}
+
+impl StreamPlan {
+    fn draw(rng: &mut Rng) -> Self {
+        Self {
+            chunks: rng.small(1, 4),
+            layers: rng.chance(5000),
+            late: rng.chance(5000),
+            restart: rng.chance(3000).then(|| rng.small(0, 5)),
+            step: rng.time(us(100), ms(30)),
+        }
+    }
 }
 
 impl RequestPlan {
@@ -71,9 +104,20 @@ impl RequestPlan {
             deadline: rng.time(ms(1000), ms(8000)),
             ttl: rng.chance(5000).then(|| rng.time(ms(300), ms(6000))),
             priority: u8::try_from(rng.below(4) * 60).unwrap_or(0),
+            push: None,
+            stream: None,
+            within: [None; 4],
             again: rng.chance(4000),
             wrong: Vec::new(),
         };
+        let mut rng = Rng::of(&[seed, 0x4f, u64::from(number)]);
+        plan.push = rng.chance(6000).then(|| rng.chance(5000));
+        let streamed = rng.chance(if plan.push.is_some() { 6000 } else { 1500 });
+        plan.stream = streamed.then(|| StreamPlan::draw(&mut rng));
+        if rng.chance(2000) {
+            plan.within = [(); 4].map(|()| rng.chance(4000).then(|| rng.time(ms(100), ms(3000))));
+        }
+        let mut rng = Rng::of(&[seed, 0x50, u64::from(number)]);
         for &(kind, _) in FaultKind::OF_REQUESTS {
             let after = rng.time(ms(0), ms(60));
             let strikes = rng.below(10_000);

@@ -114,6 +114,22 @@ pub enum Violation {
         /// What.
         what: String,
     },
+    /// What an engine says of its stream, rightly, is refused.
+    #[error("engine {engine}: what is said of a stream is refused: {error}")]
+    StreamRefused {
+        /// The engine.
+        engine: u32,
+        /// In the session's words.
+        error: String,
+    },
+    /// A session says that its peer contradicts itself, where all sessions are sound.
+    #[error("engine {engine} says that a peer contradicts itself: {what}")]
+    Contradiction {
+        /// The engine.
+        engine: u32,
+        /// In the session's words.
+        what: String,
+    },
     /// A session asks to be stepped again and again, and nothing comes of it.
     #[error("engine {engine}: {who} asks to be stepped again at once, {times} times in a row")]
     Spins {
@@ -141,6 +157,8 @@ impl Violation {
             Self::Unreadable { .. } => "unreadable",
             Self::NotEmpty { .. } => "not-empty",
             Self::Spins { .. } => "spins",
+            Self::StreamRefused { .. } => "stream-refused",
+            Self::Contradiction { .. } => "contradiction",
         }
     }
 }

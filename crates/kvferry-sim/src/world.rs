@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_proto::names::{Epoch, Fence, LeaseId};
+use kvferry_proto::names::{Attempt, Epoch, Fence, LeaseId};
 use kvferry_proto::rank::PullId;
 use kvferry_session::owner::{LinkId, RankLinkId};
 use kvferry_session::{Admission, LeaseTerms, StagingConfig};
@@ -31,6 +31,7 @@ mod packet;
 mod quiet;
 mod ranks;
 mod requests;
+mod streams;
 mod strikes;
 
 pub(crate) use packet::Packet;
@@ -62,6 +63,8 @@ pub struct WorldConfig {
     pub lease: LeaseTerms,
     /// How long ranks may take to stop.
     pub grace: Duration,
+    /// After how long blocks in doubt are used again without evidence.
+    pub reclaim: Option<Duration>,
     /// How long a link may take.
     pub handshake: Duration,
     /// How long an unused link is kept.
@@ -118,6 +121,8 @@ pub(crate) enum Want {
     Cancel,
     Withdraw,
     Decline,
+    /// The next step of its prefill.
+    Step(u32),
     /// The consumer has decoded.
     Decoded,
     /// It must have ended.
@@ -152,7 +157,14 @@ pub(crate) struct Request {
     pub(crate) consumer: u32,
     /// The lives of both engines that know it.
     pub(crate) lives: (u32, u32),
+    /// What its bytes are.
     pub(crate) content: u64,
+    /// What they were computed from.
+    pub(crate) prompt: u64,
+    /// Which run of its prefill.
+    pub(crate) run: Attempt,
+    /// Whether all of it is computed.
+    pub(crate) computed: bool,
     pub(crate) tokens: u64,
     pub(crate) cached: u64,
     pub(crate) src: Option<Blocks>,
@@ -297,6 +309,7 @@ impl WorldConfig {
             latency: (us(10), us(rng.between(50, 2000))),
             lease,
             grace: ms(rng.between(50, 2000)),
+            reclaim: None,
             handshake: ms(rng.between(1000, 10_000)),
             idle: rng.chance(3000).then(|| ms(rng.between(200, 3000))),
             staging: staged.then_some((staging_bytes, StagingConfig { cost: None, way })),
@@ -444,7 +457,7 @@ impl World {
             Happens::Request(i, want) => {
                 let request = self.requests.get(*i)?;
                 match want {
-                    Want::Arrive | Want::Offer | Want::Withdraw => Some(Who::Owner(request.producer)),
+                    Want::Arrive | Want::Offer | Want::Withdraw | Want::Step(_) => Some(Who::Owner(request.producer)),
                     Want::Ask | Want::Cancel | Want::Decline | Want::Decoded => Some(Who::Owner(request.consumer)),
                     Want::Overdue => None,
                 }

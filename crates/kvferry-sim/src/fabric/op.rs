@@ -228,8 +228,9 @@ impl State {
             }
             Fate::Late(_) => {
                 op.stage = Stage::Told;
+                self.unsend(key);
                 self.end(key, Outcome::InDoubt(broken()));
-                let after = self.draw(node, (us(50), ms(1500)));
+                let after = self.draw(node, self.config.late);
                 self.put(after, Due::Strip(key));
             }
             Fate::Lost => {
@@ -342,8 +343,9 @@ impl State {
             Stage::Moving => match op.fate {
                 Fate::Late(_) => {
                     op.stage = Stage::Told;
+                    self.unsend(key);
                     self.end(key, Outcome::InDoubt(why));
-                    let after = self.draw(node, (us(50), ms(1500)));
+                    let after = self.draw(node, self.config.late);
                     self.put(after, Due::Strip(key));
                 }
                 Fate::Doubt(_) => {

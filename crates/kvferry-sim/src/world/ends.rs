@@ -45,7 +45,7 @@ impl World {
                 }
                 self.over(i, &how);
                 let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.dst.take()) else { return };
-                if failed.report.in_doubt.is_empty() {
+                if failed.report.in_doubt.is_empty() && failed.report.writers_in_doubt.is_empty() {
                     self.absorb(i, &blocks);
                     self.back_to(engine, &blocks, "the end of its request");
                 } else if let Some(e) = self.engines.get_mut(engine as usize) {
@@ -115,7 +115,9 @@ impl World {
     /// What a delivered request has left: every byte of it, and no other.
     fn check_delivered(&mut self, i: usize) {
         let Some(r) = self.requests.get(i) else { return };
-        let (engine, content, n, cached) = (r.consumer, r.content, r.tokens, r.cached);
+        // Of a lease that is shared, the content is its own request's.
+        let content = r.of.and_then(|of| self.requests.get(of)).unwrap_or(r).content;
+        let (engine, n, cached) = (r.consumer, r.tokens, r.cached);
         let Some(blocks) = r.dst.clone() else { return };
         if !self.config.bytes {
             return;
@@ -216,8 +218,11 @@ impl World {
 
     fn check_untouched(&mut self, engine: u32, blocks: &Blocks, by: &'static str) {
         let Some(e) = self.engines.get(engine as usize) else { return };
-        let ends: Vec<_> = e.ranks.iter().filter(|r| r.session.is_some()).map(|r| r.endpoint).collect();
-        for (rank, endpoint) in (0u32..).zip(ends) {
+        // The memory of a rank that the owner has lost is nobody's: its next life has other memory.
+        let stands = |r: &crate::engine::Rank<Happens>| r.session.is_some() && r.link.is_some();
+        let ends = (0u32..).zip(&e.ranks).filter(|(_, r)| stands(r)).map(|(rank, r)| (rank, r.endpoint));
+        let ends: Vec<_> = ends.collect();
+        for (rank, endpoint) in ends {
             for (group, list) in (0u32..).zip(blocks) {
                 for block in list {
                     let place = (group, *block);

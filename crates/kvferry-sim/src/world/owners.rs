@@ -56,6 +56,7 @@ impl World {
             identity: ModelIdentity::unspecified(),
             lease: self.config.lease,
             grace: self.config.grace,
+            reclaim_after: self.config.reclaim,
             handshake: self.config.handshake,
             idle: self.config.idle,
             retry: Backoff { first: ms(50), most: ms(1500) },
@@ -262,6 +263,15 @@ impl World {
             }
             Effect::LeaseClosed { fence, how, .. } => self.lease_closed(engine, fence.lease, &format!("{how:?}")),
             Effect::PullEnded { pull, result } => self.pull_ended(engine, pull, *result),
+            Effect::Contradiction { fence, peer, what } => {
+                let what = format!("{peer} about {fence}: {what}");
+                self.violates(Violation::Contradiction { engine, what });
+            }
+            Effect::Reclaimed { pull, blocks } => {
+                *self.stats.outcomes.entry("(reclaimed)".into()).or_default() += 1;
+                self.note(|_| format!("e{engine} uses {blocks} blocks of pull {pull} again"));
+            }
+            Effect::Progress { pull, tokens } => self.note(|_| format!("e{engine} pull {pull} is at {tokens}")),
             Effect::RankLost { rank, .. } => self.note(|_| format!("e{engine} has lost rank {rank}")),
             Effect::Ready(_) => self.note(|_| format!("e{engine} is complete")),
             Effect::JoinRefused(error) => self.note(|_| format!("e{engine} refuses a rank: {error}")),

@@ -26,8 +26,14 @@ impl World {
         if self.violation.is_some() {
             return;
         }
-        // Ranks that somebody is in doubt about: another life of them is evidence.
-        self.renew_doubtful();
+        // Ranks that somebody is in doubt about: another life of them is evidence, once it is heard of.
+        let producers = self.renew_doubtful();
+        let renewed = self.now + ms(1500);
+        while self.next(renewed) {}
+        self.now = self.now.max(renewed);
+        for (engine, producer) in producers {
+            self.call_on(engine, producer);
+        }
         let settled = self.now + ms(8000);
         while self.next(settled) {}
         if self.violation.is_none() {
@@ -76,14 +82,18 @@ impl World {
         !self.requests.iter().any(open) && self.engines.iter().all(engine)
     }
 
-    /// Lets ranks begin anew that are in doubt.
-    fn renew_doubtful(&mut self) {
-        let mut doubtful = Vec::new();
+    /// Lets ranks begin anew that are in doubt. Gives the engines that must hear of it, and of whom.
+    fn renew_doubtful(&mut self) -> Vec<(u32, u32)> {
+        let (mut doubtful, mut producers) = (Vec::new(), Vec::new());
         let now = self.now;
         for e in &self.engines {
             let Some(owner) = &e.owner else { continue };
             for q in owner.snapshot(e.process.clock.shows(now)).quarantine {
                 doubtful.extend(q.ranks.iter().map(|rank| (e.index, rank.get())));
+                if let Some(producer) = self.engines.iter().find(|p| Some(&p.id) == q.producer.as_ref()) {
+                    doubtful.extend(q.writers.iter().map(|rank| (producer.index, rank.get())));
+                    producers.push((e.index, producer.index));
+                }
             }
         }
         doubtful.sort_unstable();
@@ -93,6 +103,16 @@ impl World {
                 self.put(ms(1), Happens::RankDies(engine, rank, life));
             }
         }
+        producers
+    }
+
+    /// An owner connects to another, to say something of no weight.
+    fn call_on(&mut self, engine: u32, producer: u32) {
+        let Some(id) = self.engines.get(producer as usize).map(|e| e.id.clone()) else { return };
+        let (epoch, lease) = (self.epoch(), self.lease_id());
+        let fence = kvferry_proto::lease::first_attempt(id.clone(), epoch, lease);
+        self.with_owner(engine, |owner, now| owner.decline(id.as_str(), fence, now));
+        self.pump_owner(engine);
     }
 
     /// Nothing may be left of anything.
@@ -129,7 +149,10 @@ impl World {
             return Some(format!("lease {} that is {} ({} in all)", l.fence, l.waiting_for, shown.leases.len()));
         }
         if let Some(q) = shown.quarantine.first() {
-            return Some(format!("blocks of request {} in quarantine for ranks {:?}", q.pull, q.ranks));
+            return Some(format!(
+                "blocks of request {} in quarantine for ranks {:?} and writers {:?}",
+                q.pull, q.ranks, q.writers
+            ));
         }
         if !owner.is_drained() || owner.quarantined() > 0 {
             return Some("something that its snapshot doesn't show".into());

@@ -5,12 +5,12 @@ use std::time::Duration;
 use kvferry_geometry::request::{
     BlockTable, Checkpoint, DstGroup, DstPaged, DstState, SrcGroup, SrcPaged, SrcState, Tail,
 };
-use kvferry_geometry::units::{BlockId, TokenRange, Tokens};
+use kvferry_geometry::units::{TokenRange, Tokens};
 use kvferry_proto::lease::Offer;
-use kvferry_proto::names::{ContentKey, Fence};
+use kvferry_proto::names::{Attempt, ContentKey, Fence};
 use kvferry_proto::rank::Assurance;
 use kvferry_session::Ttl;
-use kvferry_session::owner::{Mode, OfferError, PullWish};
+use kvferry_session::owner::{FailurePolicy, Mode, OfferError, PhaseLimits, PullWish};
 
 use super::{Happens, Request, Want, World};
 use crate::engine::{Blocks, ids};
@@ -48,6 +48,9 @@ impl World {
             consumer,
             lives: (0, 0),
             content,
+            prompt: content,
+            run: Attempt::FIRST,
+            computed: false,
             tokens,
             cached,
             src: None,
@@ -69,7 +72,18 @@ impl World {
     }
 
     pub(crate) fn request(&mut self, i: usize, want: Want) {
-        self.count(16, i as u64, want as u64);
+        let number = match want {
+            Want::Step(step) => 100 + u64::from(step),
+            Want::Arrive => 0,
+            Want::Offer => 1,
+            Want::Ask => 2,
+            Want::Cancel => 3,
+            Want::Withdraw => 4,
+            Want::Decline => 5,
+            Want::Decoded => 6,
+            Want::Overdue => 7,
+        };
+        self.count(16, i as u64, number);
         match want {
             Want::Arrive => self.arrive(i),
             Want::Offer => self.offer(i),
@@ -77,6 +91,7 @@ impl World {
             Want::Cancel => self.cancel(i),
             Want::Withdraw => self.withdraw(i),
             Want::Decline => self.decline(i),
+            Want::Step(step) => self.prefill_step(i, step),
             Want::Decoded => self.decoded(i),
             Want::Overdue => self.overdue(i),
         }
@@ -134,6 +149,10 @@ impl World {
         let Some(r) = self.requests.get_mut(i) else { return };
         let content = r.content;
         (r.src, r.lives.0, r.waits) = (Some(blocks.clone()), life, 0);
+        if r.plan.stream.is_some() {
+            return self.announce(i);
+        }
+        r.computed = true;
         self.fill(engine, &blocks, content, 0, tokens);
         self.note(|_| format!("request {i}: e{engine} computes {tokens} tokens in {blocks:?}"));
         self.put(prefill, Happens::Request(i, Want::Offer));
@@ -141,14 +160,14 @@ impl World {
 
     fn offer(&mut self, i: usize) {
         let Some(r) = self.requests.get(i) else { return };
-        let (engine, tokens, content, ttl) = (r.producer, r.tokens, r.content, r.ttl);
+        let (engine, tokens, prompt, ttl) = (r.producer, r.tokens, r.prompt, r.ttl);
         let Some(blocks) = r.src.clone() else { return };
         if r.lives.0 != self.life(engine) {
             return self.over(i, "producer lost");
         }
-        let groups = self.src_groups(engine, &blocks, tokens);
+        let groups = self.src_groups(engine, &blocks, tokens, tokens, true);
         let lease = self.lease_id();
-        let offer = Offer { groups, content_key: key(content) };
+        let offer = Offer { groups, content_key: key(prompt) };
         let terms = ttl.map_or(Ttl::Usual, Ttl::For);
         let mut result = None;
         self.with_owner(engine, |owner, now| result = Some(owner.offer(lease, offer, terms, now)));
@@ -169,7 +188,7 @@ impl World {
         self.pump_owner(engine);
     }
 
-    fn offered(&mut self, i: usize, fence: Fence) {
+    pub(crate) fn offered(&mut self, i: usize, fence: Fence) {
         let (now, mask) = (self.now, self.config.mask.clone());
         let Some(r) = self.requests.get_mut(i) else { return };
         let (engine, plan) = (r.producer, r.plan.clone());
@@ -195,11 +214,12 @@ impl World {
             let number = self.requests.get(i).map_or(0, |r| r.number);
             let twin = self.make(number, RequestPlan { wrong: Vec::new(), ..plan.clone() }, 0);
             let engines = u32::try_from(self.engines.len()).unwrap_or(1);
-            let content = self.requests.get(i).map_or(0, |r| r.content);
+            let prompt = self.requests.get(i).map_or(0, |r| r.prompt);
             if let Some(t) = self.requests.get_mut(twin) {
                 let next = (t.consumer + 1) % engines.max(1);
                 t.consumer = if next == t.producer { t.consumer } else { next };
-                (t.of, t.content, t.fence, t.offered) = (Some(i), content, Some(fence), now);
+                (t.of, t.content, t.prompt) = (Some(i), prompt, prompt);
+                (t.fence, t.offered) = (Some(fence), now);
             }
             self.put(after, Happens::Request(twin, Want::Ask));
         }
@@ -210,10 +230,17 @@ impl World {
     fn ask(&mut self, i: usize) {
         let mask = self.config.mask.clone();
         let Some(r) = self.requests.get(i) else { return };
-        let (engine, tokens, cached, content) = (r.consumer, r.tokens, r.cached, r.content);
+        let (engine, tokens, cached, prompt) = (r.consumer, r.tokens, r.cached, r.prompt);
+        let content = r.content;
         let Some(mut fence) = r.fence.clone() else { return };
         if r.outcome.is_some() {
             return;
+        }
+        // Routers know when something can be read; some are wrong.
+        let open = self.engines.get(r.producer as usize).is_some_and(|e| e.leases.contains_key(&fence.lease));
+        if r.plan.push.is_none() && r.plan.stream.is_some() && !r.computed && open && r.of.is_none() && r.number % 8 > 0
+        {
+            return self.put(ms(4), Happens::Request(i, Want::Ask));
         }
         let blocks = match self.is_up(engine) {
             true => self.engines.get_mut(engine as usize).and_then(|e| e.take(&e.wants(tokens))),
@@ -233,7 +260,7 @@ impl World {
         };
         self.taken(engine, &blocks);
         // What the engine has of the sequence already, from another request.
-        self.fill(engine, &blocks, content, 0, cached);
+        self.fill_cached(engine, &blocks, content, 0, cached);
         let groups = self.dst_groups(engine, &blocks, cached);
         let life = self.life(engine);
         let now = self.now;
@@ -250,12 +277,12 @@ impl World {
             fence,
             tokens: Tokens::new(tokens),
             groups,
-            content_key: key(content),
+            content_key: key(prompt),
             assurance: if plan.full && self.config.bytes { Assurance::Full } else { Assurance::Fenced },
             deadline,
             priority: plan.priority,
-            attempts: plan.attempts,
-            mode: Mode::Pull,
+            policy: FailurePolicy { attempts: plan.attempts, within: limits(plan.within), ..FailurePolicy::default() },
+            mode: plan.push.map_or(Mode::Pull, |progress| Mode::Push { progress }),
         };
         let mut pull = None;
         self.with_owner(engine, |owner, now| pull = Some(owner.pull(wish, now)));
@@ -284,8 +311,9 @@ impl World {
     pub(crate) fn last_moment(&self, i: usize) -> Duration {
         let Some(r) = self.requests.get(i) else { return Duration::MAX };
         let slept = self.engines.get(r.consumer as usize).map_or(Duration::ZERO, |e| e.process.slept);
-        // Clocks go a thousandth slow at most.
-        let within = (r.deadline + self.config.grace) * 1002 / 1000;
+        // Writers have their own owner's grace as well. Clocks go a thousandth slow at most.
+        let graces = if r.plan.push.is_some() { 2 } else { 1 };
+        let within = (r.deadline + self.config.grace * graces) * 1002 / 1000;
         r.asked + within + slept + ms(20)
     }
 
@@ -330,7 +358,7 @@ impl World {
             return;
         }
         let Some(r) = self.requests.get_mut(i) else { return };
-        let (content, tokens, number) = (r.content, r.tokens, r.number);
+        let (content, tokens, number, cached) = (r.content, r.tokens, r.number, r.cached);
         let Some(blocks) = r.dst.take() else { return };
         let Some(more) = back.filter(|_| !r.back && r.of.is_none()) else {
             return self.back_to(engine, &blocks, "the end of decoding");
@@ -339,30 +367,47 @@ impl World {
         let room = self.engines.get(engine as usize).map(|e| e.block_tokens()).unwrap_or_default();
         let most = room.iter().zip(&blocks).filter(|(each, _)| **each > 0).map(|(each, b)| each * b.len() as u64).min();
         let all = (tokens + more).min(most.unwrap_or(tokens));
+        // What it had of the sequence before is of the same prefill now.
+        self.fill_cached(engine, &blocks, content, 0, cached);
         self.fill(engine, &blocks, content, tokens, all);
         let Some(plan) = self.requests.get(i).map(|r| r.plan.clone()) else { return };
-        let plan =
-            RequestPlan { producer: engine, consumer: producer, tokens: all, cached: 0, wrong: Vec::new(), ..plan };
+        let plan = RequestPlan {
+            producer: engine,
+            consumer: producer,
+            tokens: all,
+            cached: 0,
+            stream: None,
+            wrong: Vec::new(),
+            ..plan
+        };
         let next = self.make(number, plan, 0);
         if let Some(r) = self.requests.get_mut(next) {
-            (r.content, r.src, r.lives.0, r.back) = (content, Some(blocks), life, true);
+            (r.content, r.src, r.lives.0, r.back, r.computed) = (content, Some(blocks), life, true, true);
         }
         self.note(|_| format!("request {next} gives back what request {i} has read"));
         self.put(us(1), Happens::Request(next, Want::Offer));
     }
 
-    /// Fills tokens of a sequence, and its states where the last of them is among these.
-    fn fill(&mut self, engine: u32, blocks: &Blocks, content: u64, from: u64, to: u64) {
+    /// Fills tokens of a sequence, and its states where all tokens to the last are computed.
+    pub(crate) fn fill(&mut self, engine: u32, blocks: &Blocks, content: u64, from: u64, to: u64) {
+        self.fill_cached(engine, blocks, content, from, to);
+        if from < to {
+            self.each_block(engine, blocks, true, |_, each, _, _| match each {
+                0 => Value::Of { content, position: to },
+                _ => Value::Keep,
+            });
+        }
+    }
+
+    /// As [`fill`](Self::fill), without states.
+    fn fill_cached(&mut self, engine: u32, blocks: &Blocks, content: u64, from: u64, to: u64) {
         if from >= to {
             return;
         }
         self.each_block(engine, blocks, true, |_, each, position, entry| {
             let token = position * each + entry;
-            match each {
-                0 => Value::Of { content, position: to },
-                _ if (from..to).contains(&token) => Value::Of { content, position: token },
-                _ => Value::Keep,
-            }
+            let fills = each > 0 && (from..to).contains(&token);
+            if fills { Value::Of { content, position: token } } else { Value::Keep }
         });
     }
 
@@ -389,17 +434,25 @@ impl World {
         }
     }
 
-    fn src_groups(&self, engine: u32, blocks: &Blocks, tokens: u64) -> Vec<SrcGroup> {
+    /// What is offered of a sequence of `tokens`: blocks for its first `listed` tokens, and states if they are computed.
+    pub(crate) fn src_groups(
+        &self,
+        engine: u32,
+        blocks: &Blocks,
+        tokens: u64,
+        listed: u64,
+        states: bool,
+    ) -> Vec<SrcGroup> {
         let each = self.engines.get(engine as usize).map(|e| e.block_tokens()).unwrap_or_default();
         let held = TokenRange::new(Tokens::ZERO, Tokens::new(tokens));
         let of = |(list, each): (&Vec<u32>, &u64)| -> SrcGroup {
-            match (each, list.first()) {
-                (0, slot) => {
-                    let slot = BlockId::new(slot.copied().unwrap_or(0));
-                    SrcState { checkpoints: vec![Checkpoint { position: Tokens::new(tokens), slot }] }.into()
-                }
-                _ => SrcPaged { table: BlockTable::new(0, &ids(list)), held, tail: Tail::Exact }.into(),
+            if *each == 0 {
+                let slot = ids(list).first().copied().filter(|_| states);
+                let checkpoint = |slot| Checkpoint { position: Tokens::new(tokens), slot };
+                return SrcState { checkpoints: slot.map(checkpoint).into_iter().collect() }.into();
             }
+            let count = usize::try_from(listed.div_ceil(*each)).unwrap_or(usize::MAX).min(list.len());
+            SrcPaged { table: BlockTable::new(0, &ids(&list[..count])), held, tail: Tail::Exact }.into()
         };
         blocks.iter().zip(&each).map(of).collect()
     }
@@ -416,8 +469,12 @@ impl World {
     }
 }
 
+fn limits([link, bind, transfer, release]: [Option<Duration>; 4]) -> PhaseLimits {
+    PhaseLimits { link, bind, transfer, release, ..PhaseLimits::default() }
+}
+
 /// The key of a content: what it was computed from.
-fn key(content: u64) -> ContentKey {
+pub(crate) fn key(content: u64) -> ContentKey {
     let mut bytes = [0x6b; 32];
     bytes[..8].copy_from_slice(&content.to_le_bytes());
     ContentKey::from_bytes(bytes)
