@@ -45,7 +45,8 @@ pub struct Room {
     pub groups: Vec<DstGroup>,
     /// How long the grant lasts: nothing is posted later, counted by the producer from when it was told.
     pub within: Duration,
-    /// Whose writes are posted first: those of a higher one. 0 is the lowest.
+    /// Whose writes are posted last: those of a lower one than is usual. More than is usual is not granted: who comes first is the
+    /// producer's to say.
     pub priority: u8,
     /// Whether [`Progress`] is wanted.
     pub progress: bool,

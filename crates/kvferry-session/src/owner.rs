@@ -139,6 +139,8 @@ pub struct OwnerSession {
     loans: Loans,
     pulls: Pulls,
     pushes: Pushes,
+    /// When those who are in doubt are asked again.
+    evidence_due: Option<Duration>,
     effects: VecDeque<Effect>,
     now: Duration,
 }
@@ -165,6 +167,7 @@ impl OwnerSession {
             loans: Loans::default(),
             pulls: Pulls::default(),
             pushes: Pushes::default(),
+            evidence_due: None,
             effects: VecDeque::new(),
             now: Duration::ZERO,
         })
@@ -368,6 +371,7 @@ impl OwnerSession {
         self.send_beats();
         self.retry_roads();
         self.reclaim();
+        self.ask_again();
         let due = [
             self.links.next_due(),
             self.ranks.next_deadline(),
@@ -375,6 +379,7 @@ impl OwnerSession {
             self.pulls.next_due(),
             self.beats.next_due(),
             self.roads.next_due(),
+            self.evidence_due,
             self.config.reclaim_after.and_then(|after| Some(self.loans.oldest()?.saturating_add(after))),
         ];
         let next = due.into_iter().flatten().min();

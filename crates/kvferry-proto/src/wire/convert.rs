@@ -118,6 +118,12 @@ pub enum ConvertError {
         /// The limit.
         limit: usize,
     },
+    /// Something was written by a writer that isn't listed, or has failed.
+    #[error("something was written by writer {writer} of the list, which has none of that number that has written")]
+    Writer {
+        /// Its place in the list.
+        writer: u32,
+    },
     /// A digest window's pieces are empty, it overflows, or the windows overlap or ask for too many pieces.
     #[error("the digest windows are not valid or not in order, or ask for more than {limit} pieces")]
     Windows {
@@ -247,10 +253,7 @@ pub(super) fn encode_from_rank(message: &FromRank) -> Result<Vec<u8>, WireError>
             let pieces = messages::write_pieces(pieces);
             write("digest result", kind::DIGESTED, &dto::Digested { ticket: *ticket, pieces })
         }
-        FromRank::Pushed { push, result } => {
-            let result = push::write_end(result);
-            write("push result", kind::PUSHED, &dto::Pushed { push: push.0, result })
-        }
+        FromRank::Pushed { push, result } => write("push result", kind::PUSHED, &push::write_pushed(*push, result)),
         FromRank::PushProgress { push, tokens } => {
             let d = dto::PushProgress { push: push.0, tokens: tokens.get() };
             write("push progress", kind::PUSH_PROGRESS, &d)

@@ -14,6 +14,8 @@ pub(super) const MAX_RANKS: usize = kvferry_geometry::placement::MAX_RANKS as us
 pub(super) const MAX_REGIONS: usize = 1 << 16;
 pub(super) const MAX_RUNS: usize = 1 << 20;
 pub(super) const MAX_REASONS: usize = 64;
+/// Pairs of ranks of one message.
+pub(super) const MAX_WRITES: usize = 1 << 16;
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Component {
@@ -557,6 +559,8 @@ pub(super) struct PushBind {
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Write {
+    /// Index of the writer.
+    pub(super) writer: u32,
     pub(super) dst: u32,
     pub(super) bytes: u64,
     pub(super) descriptors: u64,
@@ -564,20 +568,30 @@ pub(super) struct Write {
     pub(super) took_ns: u64,
 }
 
+/// Of all writers of a message together, so that few bytes make few of them.
+pub(super) type Writes = List<Write, MAX_WRITES>;
+
 #[derive(Serialize, Deserialize)]
 pub(super) struct WriterReport {
-    pub(super) writes: List<Write, MAX_RANKS>,
     pub(super) queued_ns: u64,
     pub(super) slices: u32,
     pub(super) took_ns: u64,
 }
 
-pub(super) type WriterEnd = Result<WriterReport, RankFault>;
+#[derive(Serialize, Deserialize)]
+pub(super) struct WriterFault {
+    pub(super) stage: Stage,
+    pub(super) text: String,
+    pub(super) in_doubt: bool,
+}
+
+pub(super) type WriterEnd = Result<WriterReport, WriterFault>;
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Written {
     pub(super) fence: Fence,
     pub(super) writers: List<(u32, WriterEnd), MAX_RANKS>,
+    pub(super) writes: Writes,
     pub(super) groups: List<SrcGroup, MAX_ITEMS>,
 }
 
@@ -633,6 +647,7 @@ pub(super) struct Ready {
 pub(super) struct Pushed {
     pub(super) push: u64,
     pub(super) result: WriterEnd,
+    pub(super) writes: Writes,
 }
 
 #[derive(Serialize, Deserialize)]

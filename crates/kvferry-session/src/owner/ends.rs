@@ -40,8 +40,20 @@ impl OwnerSession {
             Some(State::Reading(reading)) => self.stop_ranks(id, reading, Some(cause)),
             Some(State::Releasing(releasing, _)) => self.fail(id, cause, Some(releasing.ended())),
             Some(same @ State::Stopping { .. }) => self.put(id, same),
-            Some(State::Linking(_) | State::Moving) => self.fail(id, cause, None),
+            Some(State::Linking(_) | State::Moving) => {
+                self.stop_next_attempt(id);
+                self.fail(id, cause, None);
+            }
             None => {}
+        }
+    }
+
+    /// What the producer holds for the next attempt of a push that will not be made is wanted by nobody else.
+    pub(super) fn stop_next_attempt(&mut self, id: PullId) {
+        let Some(pull) = self.pulls.open.get(&id) else { return };
+        let fence = pull.fence();
+        if pull.wish.mode != Mode::Pull && fence.attempt > pull.wish.fence.attempt {
+            self.say_stop(id, fence);
         }
     }
 
@@ -76,6 +88,9 @@ impl OwnerSession {
             // Nobody wants it any more, nor what is offered anew.
             Some(State::Halting { receiving, cause, .. }) => {
                 self.say_stop(id, receiving.fence().clone());
+                if let Some(pull) = self.pulls.open.get_mut(&id) {
+                    pull.granted.progress = Tokens::ZERO;
+                }
                 self.fail_written(id, cause, &BTreeSet::new());
             }
             Some(other) => self.put(id, other),
@@ -132,7 +147,11 @@ impl OwnerSession {
     pub(super) fn rank_lost_in_pulls(&mut self, rank: RankId, reason: &str) {
         let open: Vec<PullId> = self.pulls.open.keys().copied().collect();
         for id in open {
-            let Some(pull) = self.pulls.open.get(&id) else { continue };
+            let Some(pull) = self.pulls.open.get_mut(&id) else { continue };
+            // What it had of what has arrived is gone.
+            if pull.granted.pairs().iter().any(|(dst, _)| *dst == rank) {
+                pull.granted.progress = Tokens::ZERO;
+            }
             let fails = match &pull.state {
                 State::Linking(_) | State::Asking(..) | State::Moving => true,
                 State::Receiving(_) => pull.granted.pairs().iter().any(|(dst, _)| *dst == rank),

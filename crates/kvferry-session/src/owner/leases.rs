@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::request::SrcGroup;
+use kvferry_proto::handshake::Abilities;
 use kvferry_proto::lease::{Bound, Closed, Closing, Consumer, Offer, Offered, Term, first_attempt, stale};
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::{Attempt, pairing_salt};
@@ -32,8 +33,8 @@ pub(super) struct Open {
     pub(super) stream: Option<Box<StreamState>>,
     /// What our ranks write of it, or have written last.
     pub(super) push: Option<Box<Push>>,
-    /// Whom it was taken from when it was offered anew.
-    before: Option<EngineId>,
+    /// Whom it was taken from when it was offered anew, and the link over which that one may bind it again.
+    before: Option<(EngineId, LinkId)>,
     /// The last attempt of which it was said that nobody writes: it is never bound (again), whatever still comes.
     refused: Option<Attempt>,
 }
@@ -51,14 +52,26 @@ impl Open {
         };
     }
 
-    /// No attempt up to this one is bound any more.
-    pub(super) fn refuse_up_to(&mut self, attempt: Attempt) {
-        self.refused = self.refused.max(Some(attempt));
+    /// An engine was told that nobody writes for an attempt: that one is not bound any more. Of a lease that others have, what it
+    /// asks says nothing.
+    pub(super) fn refuse(&mut self, fence: &Fence, engine: &EngineId) {
+        let (theirs, of) = match &self.state {
+            State::Offered(state) => (true, state.fence()),
+            State::Bound(bound, _) | State::Stopping { bound, .. } => {
+                (bound.consumer().engine == *engine, bound.fence())
+            }
+            State::Moving => return,
+        };
+        // Nobody can have granted a later one than the next.
+        let most = of.attempt.next().unwrap_or(of.attempt);
+        if theirs && of.epoch == fence.epoch {
+            self.refused = self.refused.max(Some(fence.attempt.min(most)));
+        }
     }
 
     /// Whether it was this engine that had bound it before it was offered anew.
     pub(super) fn was_of(&self, engine: &EngineId) -> bool {
-        self.before.as_ref() == Some(engine)
+        self.before.as_ref().is_some_and(|(before, _)| before == engine)
     }
 
     /// Whether ranks of ours write it, or may be about to.
@@ -139,6 +152,8 @@ pub(super) struct Leases {
     of_link: BTreeMap<LinkId, BTreeSet<LeaseId>>,
     /// How much each engine has bound, over all its links.
     of_engine: BTreeMap<EngineId, usize>,
+    /// What is offered anew to those who had bound it over each link.
+    awaited: BTreeMap<LinkId, BTreeSet<LeaseId>>,
     /// How many are bound, by whomever.
     bound: usize,
 }
@@ -234,6 +249,31 @@ impl Leases {
         self.open.values().map(|open| open.places.len()).sum()
     }
 
+    /// It is offered anew to the one who had it.
+    fn wait_for(&mut self, lease: LeaseId, engine: EngineId, link: LinkId) {
+        if let Some(open) = self.open.get_mut(&lease) {
+            open.before = Some((engine, link));
+            self.awaited.entry(link).or_default().insert(lease);
+        }
+    }
+
+    fn await_no_more(&mut self, lease: LeaseId, before: Option<&(EngineId, LinkId)>) {
+        let Some((_, link)) = before else { return };
+        if let Some(awaited) = self.awaited.get_mut(link) {
+            awaited.remove(&lease);
+            if awaited.is_empty() {
+                self.awaited.remove(link);
+            }
+        }
+    }
+
+    /// Those that are offered anew to whoever is at a link.
+    fn take_awaited(&mut self, link: LinkId) -> BTreeSet<LeaseId> {
+        let awaited = self.awaited.remove(&link).unwrap_or_default();
+        let waits = |lease: &LeaseId| self.open.get(lease).is_some_and(|open| matches!(open.state, State::Offered(_)));
+        awaited.into_iter().filter(waits).collect()
+    }
+
     /// It is bound over a link.
     fn bind(&mut self, lease: LeaseId, engine: EngineId, link: LinkId) {
         self.of_link.entry(link).or_default().insert(lease);
@@ -261,7 +301,11 @@ impl Leases {
     /// Whether nothing at all is left over.
     #[cfg(test)]
     pub(super) fn is_clean(&self) -> bool {
-        self.open.is_empty() && self.ends.is_empty() && self.of_link.is_empty() && self.of_engine.is_empty()
+        self.open.is_empty()
+            && self.ends.is_empty()
+            && self.of_link.is_empty()
+            && self.of_engine.is_empty()
+            && self.awaited.is_empty()
     }
 }
 
@@ -288,6 +332,10 @@ impl OwnerSession {
             Err(reason) => {
                 let reason = match reason {
                     BindRefusal::Busy(why) if !self.links.knows_leases(link) => BindRefusal::Incompatible(why),
+                    // Who doesn't know of pushes doesn't know of this either.
+                    same @ BindRefusal::NotSealed if !self.links.has(link, Abilities::PUSH) => {
+                        BindRefusal::Incompatible(same.to_string())
+                    }
                     other => other,
                 };
                 BindAnswer::Refused { fence: bind.fence.clone(), reason }
@@ -537,9 +585,7 @@ impl OwnerSession {
             self.send_peer(link, PeerMessage::Closed(LeaseClosed { fence, how }));
             self.leases.unbind(lease, &consumer, link);
             self.leases.put(lease, State::Offered(offered));
-            if let Some(open) = self.leases.open.get_mut(&lease) {
-                open.before = Some(consumer);
-            }
+            self.leases.wait_for(lease, consumer, link);
             self.end_asks(lease, "the prefill has begun anew");
         } else {
             if let Some(doubted) = doubted {
@@ -587,6 +633,10 @@ impl OwnerSession {
         for lease in self.leases.of_link.get(&link).cloned().unwrap_or_default() {
             self.end_bound(lease, Then::Close(Closing::ConsumerLost));
         }
+        // Nobody else knows the attempt that is due.
+        for lease in self.leases.take_awaited(link) {
+            self.end_lease(lease, Closing::ConsumerLost);
+        }
     }
 
     /// Every open lease is taken back; for the end of the owner itself.
@@ -606,6 +656,7 @@ impl OwnerSession {
         let lease = closed.fence().lease;
         let Some(open) = self.leases.open.remove(&lease) else { return };
         self.leases.ends.remove(lease);
+        self.leases.await_no_more(lease, open.before.as_ref());
         self.loans.read_ended(&open.places);
         if let Some((engine, link)) = &bound {
             self.leases.unbind(lease, engine, *link);

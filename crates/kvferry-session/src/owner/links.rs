@@ -158,9 +158,10 @@ impl Links {
         if self.knows_leases(link) { self.links.get(&link)?.greeted } else { None }
     }
 
-    /// Those that are up and lead to an engine, whoever has made them.
-    pub(super) fn to_engine(&self, engine: &EngineId) -> Vec<LinkId> {
-        let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
+    /// Those that are up and lead to an engine that pushes, whoever has made them.
+    pub(super) fn pushing_to(&self, engine: &EngineId) -> Vec<LinkId> {
+        let pushes = |e: &Established| e.peer.engine() == engine && e.abilities.has(Abilities::PUSH);
+        let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if pushes(e));
         self.links.iter().filter(|(_, l)| leads(l)).map(|(id, _)| *id).collect()
     }
 

@@ -214,6 +214,12 @@ impl Loans {
         }
     }
 
+    /// The attempts whose writers are in doubt.
+    pub(super) fn doubted(&self) -> BTreeSet<Fence> {
+        let theirs = self.quarantine.values().filter_map(|left| left.doubt.theirs.as_ref());
+        theirs.filter(|w| !w.ranks.is_empty()).map(|w| w.fence.clone()).collect()
+    }
+
     /// Whether ranks of an engine are in doubt.
     pub(super) fn doubts(&self, engine: &EngineId) -> bool {
         self.quarantine.values().any(|left| left.doubt.is_of(engine))
@@ -234,7 +240,8 @@ impl Loans {
         for id in &ids {
             self.settle(*id, |doubt| {
                 if let Some(w) = doubt.theirs.as_mut().filter(|w| since.is_some_and(|since| since >= w.granted)) {
-                    w.ranks.retain(|rank, (epoch, _)| peer.contact(*rank).is_some_and(|c| c.epoch == *epoch));
+                    // One that isn't listed any more has shown no other life.
+                    w.ranks.retain(|rank, (epoch, _)| peer.contact(*rank).is_none_or(|c| c.epoch == *epoch));
                 }
             });
         }

@@ -535,6 +535,7 @@ impl OwnerSession {
                 }
                 Step::Next(Err(reason)) => {
                     self.release_former(id, link);
+                    self.stop_next_attempt(id);
                     self.fail(id, FailureCause::Refused(reason), None);
                 }
                 Step::Ignored(same) | Step::Waiting(same) => self.put(id, State::Asking(same, sent)),

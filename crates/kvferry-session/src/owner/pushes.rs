@@ -4,7 +4,7 @@
 //! given up: then they are *in doubt*, and whoever asks is told so until there is evidence: the rank says that it has stopped
 //! after all, or begins another life.
 
-use super::{BTreeMap, BTreeSet, EngineId, Epoch, Fence, LeaseId, LinkId, OwnerSession, RankId};
+use super::{BTreeMap, BTreeSet, EngineId, Epoch, Fence, LeaseId, LinkId, OwnerSession, RankId, USUAL_PRIORITY};
 
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::Tokens;
@@ -130,7 +130,8 @@ impl OwnerSession {
             tokens: room.tokens,
             src,
             dst: room.groups,
-            priority: room.priority,
+            // Who comes first here is not a consumer's to say; who comes last is.
+            priority: room.priority.min(USUAL_PRIORITY),
             within: room.within,
             progress: room.progress,
         };
@@ -237,12 +238,8 @@ impl OwnerSession {
             return self.say_stopped(link, fence, Stoppage::Unknown);
         }
         // Only of this life of ours: in another there was another lease.
-        let open = self.leases.open.get_mut(&lease).filter(|open| {
-            let of_lease = |f: &Fence| f.epoch == fence.epoch;
-            open.state.fence().is_some_and(of_lease)
-        });
-        if let Some(open) = open {
-            open.refuse_up_to(fence.attempt);
+        if let Some(open) = self.leases.open.get_mut(&lease) {
+            open.refuse(fence, &peer);
         }
         let open = self.leases.open.get(&lease);
         match open.map(|open| &open.state) {
@@ -279,7 +276,7 @@ impl OwnerSession {
     /// What has come to be known is told on every link to the consumer: nobody knows which of them it listens to. It asks on the next
     /// one if there is none.
     pub(super) fn tell_stopped(&mut self, consumer: &EngineId, fence: &Fence, doubted: &BTreeSet<RankId>) {
-        for link in self.links.to_engine(consumer) {
+        for link in self.links.pushing_to(consumer) {
             self.say_stopped(link, fence, stoppage(doubted));
         }
     }

@@ -15,6 +15,7 @@ use super::{BTreeMap, BTreeSet, Duration, Effect, Fence, LinkId, OwnerSession, P
 use std::sync::Arc;
 
 use kvferry_geometry::units::{RankId, Tokens};
+use kvferry_proto::handshake::Abilities;
 use kvferry_proto::lease::Closing;
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::{Bind, PeerMessage};
@@ -47,6 +48,15 @@ impl Granted {
     pub(super) fn doubt(&self, fence: Fence, who: &BTreeSet<RankId>) -> Writers {
         let ranks = self.writers.iter().filter(|(rank, _)| who.contains(rank)).map(|(rank, of)| (*rank, of.clone()));
         Writers { fence, granted: self.at, ranks: ranks.collect() }
+    }
+
+    /// Keeps what its writers say of those whom they were to write to.
+    fn keep(&mut self, mut reports: BTreeMap<RankId, WriterReport>) {
+        for (src, report) in &mut reports {
+            let to = self.writers.get(src).map(|(_, to)| to);
+            report.writes.retain(|w| to.is_some_and(|to| to.contains(&w.dst)));
+        }
+        self.reports = reports;
     }
 
     pub(super) fn writers(&self) -> BTreeSet<RankId> {
@@ -126,7 +136,7 @@ impl OwnerSession {
             Some(State::Receiving(receiving)) => match receiving.on_written(written) {
                 Step::Next(Arrival::Whole { groups, reports }) => {
                     if let Some(pull) = self.pulls.open.get_mut(&id) {
-                        pull.granted.reports = reports;
+                        pull.granted.keep(reports);
                     }
                     self.finish_written(id, link, fence, groups);
                 }
@@ -236,8 +246,9 @@ impl OwnerSession {
         let (road, over) = (pull.road, pull.link);
         if !doubted.is_empty() {
             self.seek_evidence(road);
+            self.evidence_due.get_or_insert(self.now.saturating_add(self.config.retry.most));
             // Another link may be up already, that nobody will ask on otherwise.
-            for link in self.links.to_engine(&fence.engine).into_iter().filter(|link| Some(*link) != over) {
+            for link in self.links.pushing_to(&fence.engine).into_iter().filter(|link| Some(*link) != over) {
                 self.send_peer(link, PeerMessage::Stop(Stop { fence: fence.clone() }));
             }
         }
@@ -268,10 +279,25 @@ impl OwnerSession {
     /// A link to an engine is up: what it left in quarantine may be known to have stopped, or is asked for.
     pub(super) fn ask_for_evidence(&mut self, link: LinkId, peer: &Arc<EngineManifest>) {
         let since = self.links.asked(link);
-        for fence in self.loans.peer_is_met(peer, since) {
+        let pushes = self.links.has(link, Abilities::PUSH);
+        for fence in self.loans.peer_is_met(peer, since).into_iter().filter(|_| pushes) {
             self.send_peer(link, PeerMessage::Stop(Stop { fence }));
         }
         self.evidence_has_come();
+    }
+
+    /// Asks again for evidence that has not come, on every link that is up: nothing else would bring it there.
+    pub(super) fn ask_again(&mut self) {
+        if self.evidence_due.is_none_or(|due| due > self.now) {
+            return;
+        }
+        let doubted = self.loans.doubted();
+        self.evidence_due = (!doubted.is_empty()).then(|| self.now.saturating_add(self.config.retry.most));
+        for fence in doubted {
+            for link in self.links.pushing_to(&fence.engine) {
+                self.send_peer(link, PeerMessage::Stop(Stop { fence: fence.clone() }));
+            }
+        }
     }
 
     pub(super) fn on_progress(&mut self, link: LinkId, progress: &Progress) {

@@ -469,8 +469,8 @@ impl TryFrom<dto::Pulled> for FromRank {
     }
 }
 
-pub(super) fn fault(d: dto::RankFault) -> Converted<RankFault> {
-    let stage = match d.stage {
+pub(super) fn stage(d: &dto::Stage) -> Stage {
+    match d {
         dto::Stage::Plan => Stage::Plan,
         dto::Stage::Connect => Stage::Connect,
         dto::Stage::Submit => Stage::Submit,
@@ -480,7 +480,25 @@ pub(super) fn fault(d: dto::RankFault) -> Converted<RankFault> {
         dto::Stage::Compare => Stage::Compare,
         dto::Stage::Cancelled => Stage::Cancelled,
         dto::Stage::Write => Stage::Write,
-    };
+    }
+}
+
+pub(super) fn write_stage(stage: Stage) -> dto::Stage {
+    match stage {
+        Stage::Plan => dto::Stage::Plan,
+        Stage::Connect => dto::Stage::Connect,
+        Stage::Submit => dto::Stage::Submit,
+        Stage::Read => dto::Stage::Read,
+        Stage::Permute => dto::Stage::Permute,
+        Stage::Zero => dto::Stage::Zero,
+        Stage::Compare => dto::Stage::Compare,
+        Stage::Cancelled => dto::Stage::Cancelled,
+        Stage::Write => dto::Stage::Write,
+    }
+}
+
+fn fault(d: dto::RankFault) -> Converted<RankFault> {
+    let stage = stage(&d.stage);
     let bad = |b: dto::BadBlock| {
         Ok(BadBlock { src: RankId::new(b.src), item: Name::new(&text(b.item)?), block: BlockId::new(b.block) })
     };
@@ -517,17 +535,7 @@ impl From<&RankReport> for dto::RankReport {
 
 impl From<&RankFault> for dto::RankFault {
     fn from(f: &RankFault) -> Self {
-        let stage = match f.stage {
-            Stage::Plan => dto::Stage::Plan,
-            Stage::Connect => dto::Stage::Connect,
-            Stage::Submit => dto::Stage::Submit,
-            Stage::Read => dto::Stage::Read,
-            Stage::Permute => dto::Stage::Permute,
-            Stage::Zero => dto::Stage::Zero,
-            Stage::Compare => dto::Stage::Compare,
-            Stage::Cancelled => dto::Stage::Cancelled,
-            Stage::Write => dto::Stage::Write,
-        };
+        let stage = write_stage(f.stage);
         let bad = |b: &BadBlock| dto::BadBlock { src: b.src.get(), item: b.item.as_str().into(), block: b.block.get() };
         let bad = f.bad.iter().take(MAX_BAD_BLOCKS).map(bad).collect();
         Self { stage, text: clip(&f.text), in_doubt: f.in_doubt, bad }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvferry_geometry::request::Request;
 use kvferry_geometry::units::{Bytes, ItemId, RankId, Tokens};
 
-use super::messages::{fault, nanos, pairing, write_pairing};
+use super::messages::{nanos, pairing, stage, write_pairing, write_stage};
 use super::request::Budget;
 use super::{ConvertError, Converted, clip, text};
 use crate::names::{Attempt, Fence, LeaseId};
@@ -13,7 +13,7 @@ use crate::push::{
     Progress, PushBind, PushId, PushOrder, Ready, Room, Stop, Stoppage, Stopped, Stream, WriteReport, WriterEnd,
     WriterReport, Written,
 };
-use crate::rank::FromRank;
+use crate::rank::{FromRank, RankFault};
 use crate::wire::dto;
 
 /// A stream that is over.
@@ -46,49 +46,63 @@ impl From<&PushBind> for dto::PushBind {
     }
 }
 
-fn end(d: dto::WriterEnd) -> Converted<WriterEnd> {
-    let write = |w: dto::Write| -> Converted<WriteReport> {
-        Ok(WriteReport {
+/// Ends without what was written, which stands in a list of its own.
+fn ends(ends: impl Iterator<Item = dto::WriterEnd>, writes: dto::Writes) -> Converted<Vec<WriterEnd>> {
+    let end = |d: dto::WriterEnd| -> Converted<WriterEnd> {
+        Ok(match d {
+            Ok(r) => Ok(WriterReport {
+                writes: Vec::new(),
+                queued: Duration::from_nanos(r.queued_ns),
+                slices: r.slices,
+                took: Duration::from_nanos(r.took_ns),
+            }),
+            Err(f) => {
+                Err(RankFault { stage: stage(&f.stage), text: text(f.text)?, in_doubt: f.in_doubt, bad: Vec::new() })
+            }
+        })
+    };
+    let mut all: Vec<WriterEnd> = ends.map(end).collect::<Converted<_>>()?;
+    for w in writes {
+        let writer = usize::try_from(w.writer).ok().and_then(|at| all.get_mut(at));
+        let Some(Ok(report)) = writer else { return Err(ConvertError::Writer { writer: w.writer }) };
+        report.writes.push(WriteReport {
             dst: RankId::new(w.dst),
             bytes: Bytes::new(w.bytes),
             descriptors: w.descriptors,
             lane: text(w.lane)?,
             took: Duration::from_nanos(w.took_ns),
-        })
-    };
-    Ok(match d {
-        Ok(r) => Ok(WriterReport {
-            writes: r.writes.into_iter().map(write).collect::<Converted<_>>()?,
-            queued: Duration::from_nanos(r.queued_ns),
-            slices: r.slices,
-            took: Duration::from_nanos(r.took_ns),
-        }),
-        Err(f) => Err(fault(f)?),
-    })
+        });
+    }
+    Ok(all)
 }
 
-pub(super) fn write_end(end: &WriterEnd) -> dto::WriterEnd {
-    let write = |w: &WriteReport| dto::Write {
-        dst: w.dst.get(),
-        bytes: w.bytes.get(),
-        descriptors: w.descriptors,
-        lane: clip(&w.lane),
-        took_ns: nanos(w.took),
+fn write_end(end: &WriterEnd) -> dto::WriterEnd {
+    match end {
+        Ok(r) => Ok(dto::WriterReport { queued_ns: nanos(r.queued), slices: r.slices, took_ns: nanos(r.took) }),
+        Err(f) => Err(dto::WriterFault { stage: write_stage(f.stage), text: clip(&f.text), in_doubt: f.in_doubt }),
+    }
+}
+
+fn write_writes<'a>(ends: impl Iterator<Item = &'a WriterEnd>) -> dto::Writes {
+    let of = |(writer, end): (u32, &'a WriterEnd)| {
+        end.iter().flat_map(|r| &r.writes).map(move |w| dto::Write {
+            writer,
+            dst: w.dst.get(),
+            bytes: w.bytes.get(),
+            descriptors: w.descriptors,
+            lane: clip(&w.lane),
+            took_ns: nanos(w.took),
+        })
     };
-    let report = |r: &WriterReport| dto::WriterReport {
-        writes: r.writes.iter().map(write).collect(),
-        queued_ns: nanos(r.queued),
-        slices: r.slices,
-        took_ns: nanos(r.took),
-    };
-    end.as_ref().map(report).map_err(dto::RankFault::from)
+    (0u32..).zip(ends).flat_map(of).collect()
 }
 
 impl TryFrom<dto::Written> for Written {
     type Error = ConvertError;
     fn try_from(d: dto::Written) -> Converted<Self> {
-        let writer = |(rank, e)| Ok((RankId::new(rank), end(e)?));
-        let writers = d.writers.into_iter().map(writer).collect::<Converted<_>>()?;
+        let (ranks, all): (Vec<u32>, Vec<dto::WriterEnd>) = d.writers.into_iter().unzip();
+        let ends = ends(all.into_iter(), d.writes)?;
+        let writers = ranks.into_iter().map(RankId::new).zip(ends).collect();
         Ok(Self { fence: d.fence.try_into()?, writers, groups: Budget::new().src(d.groups)? })
     }
 }
@@ -98,9 +112,15 @@ impl From<&Written> for dto::Written {
         Self {
             fence: (&m.fence).into(),
             writers: m.writers.iter().map(|(rank, end)| (rank.get(), write_end(end))).collect(),
+            writes: write_writes(m.writers.iter().map(|(_, end)| end)),
             groups: m.groups.iter().map(dto::SrcGroup::from).collect(),
         }
     }
+}
+
+/// What a rank says of its own writes.
+pub(super) fn write_pushed(push: PushId, result: &WriterEnd) -> dto::Pushed {
+    dto::Pushed { push: push.0, result: write_end(result), writes: write_writes(std::iter::once(result)) }
 }
 
 impl TryFrom<dto::Progress> for Progress {
@@ -234,7 +254,9 @@ impl From<&Ready> for dto::Ready {
 impl TryFrom<dto::Pushed> for FromRank {
     type Error = ConvertError;
     fn try_from(d: dto::Pushed) -> Converted<Self> {
-        Ok(Self::Pushed { push: PushId(d.push), result: end(d.result)? })
+        let mut ends = ends(std::iter::once(d.result), d.writes)?;
+        let result = ends.pop().ok_or(ConvertError::Writer { writer: 0 })?;
+        Ok(Self::Pushed { push: PushId(d.push), result })
     }
 }
 

@@ -9,6 +9,8 @@ use super::*;
 use crate::owner::StreamError;
 use crate::testing::other_src_groups;
 
+mod cases;
+
 fn push(fence: &Fence) -> PullWish {
     PullWish { mode: Mode::Push { progress: true }, deadline: 100 * SECOND, ..wish(fence) }
 }
