@@ -122,6 +122,14 @@ pub enum Violation {
         /// In the session's words.
         error: String,
     },
+    /// What a producer says of a lease is not so.
+    #[error("engine {engine} says what is not true: {what}")]
+    Untrue {
+        /// The engine.
+        engine: u32,
+        /// What is so.
+        what: String,
+    },
     /// A session says that its peer contradicts itself, where all sessions are sound.
     #[error("engine {engine} says that a peer contradicts itself: {what}")]
     Contradiction {
@@ -158,6 +166,7 @@ impl Violation {
             Self::NotEmpty { .. } => "not-empty",
             Self::Spins { .. } => "spins",
             Self::StreamRefused { .. } => "stream-refused",
+            Self::Untrue { .. } => "untrue",
             Self::Contradiction { .. } => "contradiction",
         }
     }

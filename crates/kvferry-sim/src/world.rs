@@ -33,6 +33,7 @@ mod ranks;
 mod requests;
 mod streams;
 mod strikes;
+mod witness;
 
 pub(crate) use packet::Packet;
 
@@ -208,6 +209,7 @@ pub struct World {
     pub(crate) violation: Option<Violation>,
     hash: u64,
     lines: VecDeque<String>,
+    pub(crate) witness: witness::Witness,
     /// Nothing goes wrong any more.
     pub(crate) healed: bool,
     pub(crate) rng: Rng,
@@ -387,6 +389,7 @@ impl World {
             violation: None,
             hash: hash(&[config.seed]),
             lines: VecDeque::new(),
+            witness: witness::Witness::default(),
             healed: false,
             rng: Rng::of(&[config.seed, 5]),
             config,

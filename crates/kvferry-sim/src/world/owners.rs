@@ -242,7 +242,10 @@ impl World {
     fn effect(&mut self, engine: u32, effect: Effect) {
         match effect {
             Effect::Connect { link, address } => self.connect(engine, link, &address),
-            Effect::SendPeer { link, message } => self.send_peer(engine, link, message),
+            Effect::SendPeer { link, message } => {
+                self.witness_said(engine, link, &message);
+                self.send_peer(engine, link, message);
+            }
             Effect::ClosePeer { link } => self.close(engine, link),
             Effect::SendRank { link, message } => {
                 let rank = self.engines.get(engine as usize).and_then(|e| e.rank_links.get(&link)).copied();
@@ -261,7 +264,10 @@ impl World {
                     self.rank_refused(engine, rank);
                 }
             }
-            Effect::LeaseClosed { fence, how, .. } => self.lease_closed(engine, fence.lease, &format!("{how:?}")),
+            Effect::LeaseClosed { fence, how, .. } => {
+                self.witness_closed(fence.lease, how);
+                self.lease_closed(engine, fence.lease, &format!("{how:?}"));
+            }
             Effect::PullEnded { pull, result } => self.pull_ended(engine, pull, *result),
             Effect::Contradiction { fence, peer, what } => {
                 let what = format!("{peer} about {fence}: {what}");
