@@ -16,9 +16,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::request::{DstGroup, SrcGroup};
+use kvferry_geometry::request::{DstGroup, Request, SrcGroup};
 use kvferry_geometry::units::{Bytes, ItemId, RankId, Tokens};
 
 use crate::names::{Attempt, Fence, LeaseId};
@@ -94,8 +95,9 @@ pub struct WriteReport {
     pub took: Duration,
 }
 
-/// The tokens before this one are in place at the consumer, as far as they were to be written: of all items, from all writers. What
-/// is told once stays so within an attempt; it is not *delivered* before the request is.
+/// The tokens before this one are in place at the consumer, as far as they were to be written: of all items that keep tokens, from all
+/// writers. States are not in place before all is. What is told once stays so within an attempt; it is not *delivered* before the
+/// request is.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Progress {
     /// The lease and the attempt.
@@ -104,7 +106,7 @@ pub struct Progress {
     pub tokens: Tokens,
 }
 
-/// Stop writing for this attempt, and say when that is so. What was written is of no use.
+/// Stop writing for this attempt, and say when that is so.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Stop {
     /// The lease and the attempt.
@@ -154,12 +156,8 @@ pub struct PushOrder {
     pub streamed: bool,
     /// To whom.
     pub pairing: Pairing,
-    /// Length of the sequence.
-    pub tokens: Tokens,
-    /// Our blocks; where it is streamed, as far as they were known.
-    pub src: Vec<SrcGroup>,
-    /// The consumer's blocks.
-    pub dst: Vec<DstGroup>,
+    /// Both sides' blocks. Of ours, none where it is streamed.
+    pub request: Arc<Request>,
     /// As of a pull.
     pub priority: u8,
     /// How long the grant lasts, from when the order was sent: nothing is posted later.

@@ -31,6 +31,7 @@ use crate::{Delivered, Failed, LocalCache};
 
 mod fences;
 mod gather;
+mod idle;
 mod pushes;
 mod slices;
 mod tests;

@@ -1,6 +1,6 @@
 //! Further attempts of a request: from other replicas, when everything of the attempt before has stopped.
 
-use super::{BTreeSet, Fence, Life, LinkId, OwnerSession, PullId, RankId};
+use super::{BTreeSet, Effect, Fence, Life, LinkId, OwnerSession, PullId, RankId};
 
 use kvferry_geometry::units::Tokens;
 use kvferry_proto::names::{Attempt, pairing_salt};
@@ -8,6 +8,7 @@ use kvferry_proto::peer::{PeerMessage, ReadsEnd, Release};
 use kvferry_proto::rank::{RankFault, Stage};
 use kvferry_proto::request::{Ended, Wanted};
 
+use super::config::Mode;
 use super::pulls::{Asked, State};
 use crate::outcome::FailureCause;
 
@@ -74,7 +75,10 @@ impl OwnerSession {
             (pull.attempt, pull.asked, pull.lease_end) = (attempt, Asked::default(), None);
             // What is known to have stopped, and to be in place, is of the attempt before.
             pull.stopped.clear();
-            pull.granted.progress = Tokens::ZERO;
+            let told = std::mem::replace(&mut pull.granted.progress, Tokens::ZERO);
+            if told > Tokens::ZERO && pull.wish.mode == (Mode::Push { progress: true }) {
+                self.effects.push_back(Effect::Progress { pull: id, tokens: Tokens::ZERO });
+            }
         }
         self.enter(id, State::Linking(wanted));
         self.bind(id, link);
@@ -93,6 +97,9 @@ impl OwnerSession {
         let Some(next) = self.pulls.next_source(id) else { return false };
         let road = self.road_to(&next.address, &next.fence.engine);
         let wanted = Wanted::new(next.fence.clone(), key);
+        if let Some((link, fence)) = self.pulls.open.get_mut(&id).and_then(|pull| pull.take_unanswered()) {
+            self.links.owe(link, fence);
+        }
         self.pulls.change_source(id, next, road);
         if before != road {
             self.roads.stop_waiting(before, id);

@@ -218,7 +218,7 @@ pub struct PhaseLimits {
     pub bind: Option<Duration>,
     /// Until the first slice of each of our ranks is posted. Of a pull; a push waits for what is computed.
     pub queue: Option<Duration>,
-    /// Until all is moved.
+    /// Until all is moved; of a push, that is not before all is computed.
     pub transfer: Option<Duration>,
     /// Until the producer has given its verdict.
     pub release: Option<Duration>,

@@ -115,7 +115,7 @@ pub enum Effect {
     Progress {
         /// Which.
         pull: PullId,
-        /// The tokens before this one, as far as they are to be written. Not delivered yet.
+        /// The tokens before this one, as far as they are to be written. Not delivered yet. 0 where an attempt has begun anew.
         tokens: Tokens,
     },
     /// Blocks have left quarantine because of their age, by [`OwnerConfig::reclaim_after`](super::OwnerConfig::reclaim_after): nothing
@@ -126,8 +126,8 @@ pub enum Effect {
         /// How many blocks and slots.
         blocks: usize,
     },
-    /// A peer has said two things that can't both be true, or what only a broken one says. The request that it concerns fails, and
-    /// what it says of its writers is not taken for evidence.
+    /// A peer has said two things that can't both be true, or what only a broken one says. The request that it concerns fails; what was
+    /// said so is no evidence, and the peer is asked to stop and to say when it has.
     Contradiction {
         /// What it was about.
         fence: Fence,

@@ -2,6 +2,7 @@
 
 use super::{BTreeSet, Duration, Effect, Fence, LinkId, OwnerSession, PullId};
 
+use kvferry_geometry::compat::Unmatched;
 use kvferry_geometry::units::{RankId, Tokens};
 use kvferry_proto::lease::Closing;
 use kvferry_proto::peer::{LeaseClosed, PeerMessage, ReadsEnd, Release};
@@ -9,7 +10,7 @@ use kvferry_proto::push::Stop;
 use kvferry_proto::rank::{RankFault, Stage, ToRank};
 use kvferry_proto::request::{Ended, Reading, Wanted};
 
-use super::config::{Mode, Remedy};
+use super::config::Remedy;
 use super::loans::Doubt;
 use super::pulls::State;
 use crate::assurance::Assurance;
@@ -17,11 +18,13 @@ use crate::outcome::{self, Delivered, Failed, FailureCause, Report};
 
 impl OwnerSession {
     pub(super) fn cancel_pull(&mut self, id: PullId) {
-        // Ranks that stop because one of them has failed: then that is the end of it, without another attempt.
-        if let Some(pull) = self.pulls.open.get_mut(&id)
-            && let State::Stopping { cause: cause @ None, .. } = &mut pull.state
-        {
-            *cause = Some(FailureCause::Cancelled);
+        // One that stops already stops for this from now on: without another attempt, or another source.
+        if let Some(pull) = self.pulls.open.get_mut(&id) {
+            match &mut pull.state {
+                State::Stopping { cause, .. } => *cause = Some(FailureCause::Cancelled),
+                State::Halting { cause, .. } => *cause = FailureCause::Cancelled,
+                _ => {}
+            }
         }
         self.stop(id, FailureCause::Cancelled);
     }
@@ -52,7 +55,7 @@ impl OwnerSession {
     pub(super) fn stop_next_attempt(&mut self, id: PullId) {
         let Some(pull) = self.pulls.open.get(&id) else { return };
         let fence = pull.fence();
-        if pull.wish.mode != Mode::Pull && fence.attempt > pull.wish.fence.attempt {
+        if pull.is_pushed() && fence.attempt > pull.wish.fence.attempt {
             self.say_stop(id, fence);
         }
     }
@@ -99,7 +102,7 @@ impl OwnerSession {
     }
 
     pub(super) fn is_pushed(&self, id: PullId) -> bool {
-        self.pulls.open.get(&id).is_some_and(|pull| pull.wish.mode != Mode::Pull)
+        self.pulls.open.get(&id).is_some_and(|pull| pull.is_pushed())
     }
 
     /// Tells the producer that nothing of its lease will be used.
@@ -174,6 +177,7 @@ impl OwnerSession {
     /// A rank has joined anew: whatever its former life was ordered to do, it does no more.
     pub(super) fn rank_is_new_in_pulls(&mut self, rank: RankId) {
         for pull in self.pulls.open.values_mut() {
+            pull.granted.forget(rank);
             if let State::Reading(reading) | State::Stopping { reading, .. } = &pull.state
                 && reading.names(rank)
             {
@@ -268,6 +272,8 @@ impl OwnerSession {
         // What was told to be in place is so, unless somebody may still write there.
         let proven = pull.wish.policy.then == Remedy::Recompute
             && pull.wish.assurance == Assurance::Fenced
+            // Nothing is told of items that only our engine has.
+            && self.config.compat.destination_only == Unmatched::Refuse
             && pull.doubt.is_none();
         let kept = match self.life.local() {
             Some(local) if proven && pull.granted.progress > Tokens::ZERO => {
@@ -285,7 +291,10 @@ impl OwnerSession {
     }
 
     pub(super) fn end(&mut self, id: PullId, mut result: Result<Delivered, Failed>) {
-        let Some(pull) = self.pulls.remove(id) else { return };
+        let Some(mut pull) = self.pulls.remove(id) else { return };
+        if let Some((link, fence)) = pull.take_unanswered() {
+            self.links.owe(link, fence);
+        }
         if let Err(failed) = &mut result {
             failed.report.in_doubt.retain(|rank| !pull.stopped.contains(rank));
         }

@@ -168,7 +168,7 @@ impl Leases {
     }
 
     pub(super) fn uses(&self, link: LinkId) -> bool {
-        self.of_link.contains_key(&link)
+        self.of_link.contains_key(&link) || self.awaited.contains_key(&link)
     }
 
     pub(super) fn next_end(&self) -> Option<Duration> {
@@ -270,7 +270,11 @@ impl Leases {
     /// Those that are offered anew to whoever is at a link.
     fn take_awaited(&mut self, link: LinkId) -> BTreeSet<LeaseId> {
         let awaited = self.awaited.remove(&link).unwrap_or_default();
-        let waits = |lease: &LeaseId| self.open.get(lease).is_some_and(|open| matches!(open.state, State::Offered(_)));
+        let waits = |lease: &LeaseId| {
+            let open = self.open.get(lease);
+            let of_link = |open: &Open| open.before.as_ref().is_some_and(|(_, before)| *before == link);
+            open.is_some_and(|open| matches!(open.state, State::Offered(_)) && of_link(open))
+        };
         awaited.into_iter().filter(waits).collect()
     }
 

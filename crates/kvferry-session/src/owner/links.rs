@@ -3,7 +3,7 @@
 //! Who has connected speaks first. Engines that have met before greet by digests; a manifest that one side has forgotten is asked
 //! for and comes before anything else does.
 
-use super::{BTreeMap, Digest, Duration, Effect, EngineId, LinkId, OwnerSession};
+use super::{BTreeMap, Digest, Duration, Effect, EngineId, Fence, LinkId, OwnerSession};
 use std::sync::Arc;
 
 use kvferry_geometry::compat::CompatOptions;
@@ -62,6 +62,10 @@ struct Link {
     up: Duration,
     /// When something was asked or answered on it last, but for beats.
     used: Duration,
+    /// Binds whose answers nobody waits for any more: they come in order, before those of later binds of the same.
+    owed: BTreeMap<Fence, u32>,
+    /// What its peer has said that can't be true.
+    contradictions: u32,
 }
 
 #[derive(Debug, Default)]
@@ -125,6 +129,8 @@ impl Links {
             greeted: None,
             up: now,
             used: now,
+            owed: BTreeMap::new(),
+            contradictions: 0,
         };
         self.links.insert(id, link);
         self.due.set(id, deadline);
@@ -163,6 +169,31 @@ impl Links {
         let pushes = |e: &Established| e.peer.engine() == engine && e.abilities.has(Abilities::PUSH);
         let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if pushes(e));
         self.links.iter().filter(|(_, l)| leads(l)).map(|(id, _)| *id).collect()
+    }
+
+    /// A bind was sent over a link, and nobody waits for its answer any more.
+    pub(super) fn owe(&mut self, link: LinkId, fence: Fence) {
+        if let Some(l) = self.links.get_mut(&link) {
+            *l.owed.entry(fence).or_default() += 1;
+        }
+    }
+
+    /// Whether an answer is one that nobody waits for.
+    pub(super) fn settle_owed(&mut self, link: LinkId, fence: &Fence) -> bool {
+        let Some(l) = self.links.get_mut(&link) else { return false };
+        let Some(count) = l.owed.get_mut(fence) else { return false };
+        *count -= 1;
+        if *count == 0 {
+            l.owed.remove(fence);
+        }
+        true
+    }
+
+    /// Counts a contradiction; gives whether there were too many.
+    pub(super) fn contradicts(&mut self, link: LinkId) -> bool {
+        let Some(l) = self.links.get_mut(&link) else { return false };
+        l.contradictions = l.contradictions.saturating_add(1);
+        l.contradictions > MAX_CONTRADICTIONS
     }
 
     pub(super) fn exists(&self, link: LinkId) -> bool {
@@ -583,6 +614,9 @@ impl OwnerSession {
         Some((peer, direction))
     }
 }
+
+/// What a peer may say that can't be true, before its link is given up.
+const MAX_CONTRADICTIONS: u32 = 16;
 
 /// Whether a link is of use is not looked at more often.
 const SHORTEST_IDLE: Duration = Duration::from_millis(1);

@@ -96,6 +96,8 @@ pub(super) struct Pull {
     pub(super) pairing: Option<Pairing>,
     /// Of one that is pushed: to whom its room is granted.
     pub(super) granted: Granted,
+    /// The bind whose answer is awaited, whatever the state.
+    unanswered: Option<(LinkId, Fence)>,
     /// The producer's ranks that may still write it though it has ended.
     pub(super) doubt: Option<Writers>,
     pub(super) asked: Asked,
@@ -132,6 +134,16 @@ pub(super) struct Outcomes {
 }
 
 impl Pull {
+    /// Whether the producer's ranks write it.
+    pub(super) fn is_pushed(&self) -> bool {
+        self.wish.mode != Mode::Pull
+    }
+
+    /// The bind that was sent and not answered, if there is one: nobody waits for it any more.
+    pub(super) fn take_unanswered(&mut self) -> Option<(LinkId, Fence)> {
+        self.unanswered.take()
+    }
+
     /// The lease, by the attempt that reads it now.
     pub(super) fn fence(&self) -> Fence {
         Fence { attempt: self.attempt, ..self.wish.fence.clone() }
@@ -377,6 +389,7 @@ impl OwnerSession {
             link: None,
             pairing: None,
             granted: Granted::default(),
+            unanswered: None,
             doubt: None,
             asked: Asked::default(),
             groups: Outcomes { kept, delivered: Vec::new() },
@@ -468,8 +481,7 @@ impl OwnerSession {
         let fence = pull.fence();
         let salt = pairing_salt(&self.config.engine, fence.lease, fence.attempt);
         let (options, compat) = (self.peer_options(salt), self.config.compat);
-        if self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull) && !self.links.has(link, Abilities::PUSH)
-        {
+        if self.is_pushed(id) && !self.links.has(link, Abilities::PUSH) {
             return self.stop(id, FailureCause::NoPush { peer: fence.engine });
         }
         let Some((peer, direction)) = self.reading(link) else { return };
@@ -482,8 +494,9 @@ impl OwnerSession {
                 let (asking, bind) = wanted.ask(salt, map.digest());
                 if let Some(pull) = self.pulls.open.get_mut(&id) {
                     pull.pairing = Some(Pairing { peer: peer.digest(), options, compat, peer_map: map.digest() });
+                    pull.unanswered = Some((link, bind.fence.clone()));
                 }
-                let pushed = self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull);
+                let pushed = self.is_pushed(id);
                 self.enter(id, State::Asking(asking, self.now));
                 if pushed {
                     let pairs: Vec<(RankId, RankId)> = map.pairs().iter().map(|p| (p.src(), p.dst())).collect();
@@ -502,7 +515,13 @@ impl OwnerSession {
             BindAnswer::Bound(grant) => (&grant.fence, grant.time_left),
             BindAnswer::Refused { fence, .. } => (fence, None),
         };
+        if self.links.settle_owed(link, fence) {
+            return;
+        }
         let Some(id) = self.pulls.find(fence, link) else { return };
+        if let Some(pull) = self.pulls.open.get_mut(&id) {
+            pull.unanswered = None;
+        }
         match self.pulls.take(id) {
             Some(State::Asking(asking, sent)) => match asking.on_answer(answer) {
                 Step::Next(Ok(granted)) => {
@@ -512,7 +531,7 @@ impl OwnerSession {
                         pull.lease_end = end;
                     }
                     let margin = self.config.lease.margin;
-                    let pushed = self.pulls.open.get(&id).is_some_and(|p| p.wish.mode != Mode::Pull);
+                    let pushed = self.is_pushed(id);
                     match end.map(|end| end.saturating_sub(self.now)) {
                         Some(left) if left <= margin && pushed => {
                             self.halt(id, granted.fence().clone(), FailureCause::LeaseExpired { left, margin });
@@ -560,7 +579,7 @@ impl OwnerSession {
         let (wish, pairing) = (&pull.wish, pull.pairing);
         let request = Request { tokens: wish.tokens, src: granted.groups().to_vec(), dst: wish.groups.clone() };
         let request = Arc::new(request);
-        let (assurance, priority, written) = (wish.assurance, wish.priority, wish.mode != Mode::Pull);
+        let (assurance, priority, written) = (wish.assurance, wish.priority, pull.is_pushed());
         let left = pull.deadline.saturating_sub(self.now);
         let queue = wish.policy.within.queue.filter(|_| wish.mode == Mode::Pull);
         let deadline = Some(queue.map_or(left, |queue| queue.min(left)));
@@ -607,7 +626,7 @@ impl OwnerSession {
 
     pub(super) fn on_pulled(&mut self, rank: RankId, id: PullId, result: RankResult) {
         let result = match self.pulls.open.get(&id) {
-            Some(pull) if pull.wish.mode != Mode::Pull => pull.granted.complete(rank, result),
+            Some(pull) if pull.is_pushed() => pull.granted.complete(rank, result),
             _ => result,
         };
         let failed = result.is_err();

@@ -6,6 +6,8 @@
 
 use super::{BTreeMap, BTreeSet, EngineId, Epoch, Fence, LeaseId, LinkId, OwnerSession, RankId, USUAL_PRIORITY};
 
+use std::sync::Arc;
+
 use kvferry_geometry::request::{BoundRequest, Request};
 use kvferry_geometry::units::Tokens;
 use kvferry_proto::lease::Closing;
@@ -43,9 +45,14 @@ pub(super) struct Pushes {
     /// Those whose writers have not all ended.
     open: BTreeMap<PushId, LeaseId>,
     doubts: BTreeMap<PushId, Doubt>,
+    /// Whether some of those were too many to be kept.
+    forgot: bool,
     /// The epochs that this owner has had, as far as it remembers.
     lives: BTreeSet<Epoch>,
 }
+
+/// Attempts with writers in doubt that are remembered. Of others nothing is known any more.
+const MAX_DOUBTS: usize = 1 << 12;
 
 /// Earlier epochs of this owner that are remembered. Of what was written in others nothing is known.
 const MAX_LIVES: usize = 1 << 10;
@@ -57,6 +64,14 @@ impl Pushes {
             self.lives.pop_first();
         }
         self.lives.insert(epoch);
+    }
+
+    fn doubt(&mut self, id: PushId, doubt: Doubt) {
+        self.doubts.insert(id, doubt);
+        if self.doubts.len() > MAX_DOUBTS {
+            self.doubts.pop_first();
+            self.forgot = true;
+        }
     }
 
     /// Whether nothing is kept but the epochs.
@@ -94,6 +109,12 @@ impl OwnerSession {
             State::Bound(state, _) => state.offer(),
             State::Stopping { .. } | State::Moving => return Err(BindRefusal::UnknownLease),
         };
+        // Before anything is copied for it.
+        let groups = self.links.peer(link).map_or(0, |peer| peer.cache().groups().len());
+        if room.groups.len() != groups {
+            let got = room.groups.len();
+            return Err(BindRefusal::Unfit(format!("it lists {got} groups, its engine has {groups}")));
+        }
         let sealed = open.stream.as_ref().is_none_or(|stream| stream.sealed);
         let request = Request { tokens: room.tokens, src: offer.groups.clone(), dst: room.groups.clone() };
         let Some((_, direction)) = self.serving(link) else { return Err(BindRefusal::UnknownLease) };
@@ -118,8 +139,10 @@ impl OwnerSession {
         open.push = Some(Box::new(Push { id, writing: Writing::new(writers.clone()), progress, told: Tokens::ZERO }));
         let (salt, peer_map, src) = (bound.salt(), bound.peer_map(), bound.offer().groups.clone());
         let attempt = open.stream.as_ref().map_or(Attempt::FIRST, |stream| stream.attempt);
+        // Where it is streamed, what is said of the stream counts.
         let so_far = open.stream.as_ref().map(|stream| stream.so_far(lease, &src)).unwrap_or_default();
         let streamed = open.stream.is_some();
+        let src = if streamed { Vec::new() } else { src };
         let options = self.peer_options(salt);
         let order = PushOrder {
             push: id,
@@ -127,9 +150,7 @@ impl OwnerSession {
             attempt,
             streamed,
             pairing: Pairing { peer: peer.digest(), options, compat, peer_map },
-            tokens: room.tokens,
-            src,
-            dst: room.groups,
+            request: Arc::new(Request { tokens: room.tokens, src, dst: room.groups }),
             // Who comes first here is not a consumer's to say; who comes last is.
             priority: room.priority.min(USUAL_PRIORITY),
             within: room.within,
@@ -213,7 +234,7 @@ impl OwnerSession {
         let told: Written = push.writing.told(fence.clone(), bound.offer().groups.clone());
         let stopping = matches!(open.state, State::Stopping { .. });
         if !doubted.is_empty() {
-            self.pushes.doubts.insert(id, Doubt { fence, consumer, ranks: doubted });
+            self.pushes.doubt(id, Doubt { fence, consumer, ranks: doubted });
         }
         if stopping {
             self.has_stopped(lease);
@@ -268,7 +289,7 @@ impl OwnerSession {
         }
         let doubts = self.pushes.doubts.values().filter(|d| d.fence == *fence && d.consumer == peer);
         let doubted: BTreeSet<RankId> = doubts.flat_map(|d| d.ranks.iter().copied()).collect();
-        let known = self.pushes.lives.contains(&fence.epoch);
+        let known = self.pushes.lives.contains(&fence.epoch) && !(self.pushes.forgot && doubted.is_empty());
         let writers = if known { stoppage(&doubted) } else { Stoppage::Unknown };
         self.say_stopped(link, fence, writers);
     }

@@ -39,6 +39,8 @@ pub(super) struct Granted {
     reports: BTreeMap<RankId, WriterReport>,
     /// When they were told.
     at: Duration,
+    /// Ranks of ours that have begun another life since: what is written to their memory of before changes nothing.
+    gone: BTreeSet<RankId>,
     /// The tokens before this one are in place.
     pub(super) progress: Tokens,
 }
@@ -46,8 +48,17 @@ pub(super) struct Granted {
 impl Granted {
     /// Those of these writers that write, with all that is needed to tell later that they have stopped.
     pub(super) fn doubt(&self, fence: Fence, who: &BTreeSet<RankId>) -> Writers {
-        let ranks = self.writers.iter().filter(|(rank, _)| who.contains(rank)).map(|(rank, of)| (*rank, of.clone()));
+        let writers = self.writers.iter().filter(|(rank, _)| who.contains(rank));
+        let ranks = writers.filter_map(|(rank, (epoch, to))| {
+            let to: BTreeSet<RankId> = to.difference(&self.gone).copied().collect();
+            (!to.is_empty()).then_some((*rank, (*epoch, to)))
+        });
         Writers { fence, granted: self.at, ranks: ranks.collect() }
+    }
+
+    /// A rank of ours has begun another life.
+    pub(super) fn forget(&mut self, rank: RankId) {
+        self.gone.insert(rank);
     }
 
     /// Keeps what its writers say of those whom they were to write to.
@@ -160,6 +171,7 @@ impl OwnerSession {
                     self.fail_written(id, cause, &doubted);
                 } else {
                     self.put(id, State::Halting { receiving, cause, until });
+                    self.contradiction(link, fence, "other writers than the map of peers names have ended".into());
                 }
             }
             Some(other) => {
@@ -318,6 +330,9 @@ impl OwnerSession {
     pub(super) fn contradiction(&mut self, link: LinkId, fence: Fence, what: String) {
         let Some(peer) = self.links.peer(link).map(|p| p.engine().clone()) else { return };
         self.effects.push_back(Effect::Contradiction { fence, peer, what });
+        if self.links.contradicts(link) {
+            self.refuse_link(link, vec!["too much of what was said can't be true".into()]);
+        }
     }
 
     /// Lets blocks go whose age the engine takes for evidence.

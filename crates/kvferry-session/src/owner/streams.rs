@@ -8,6 +8,7 @@
 use super::{BTreeSet, Duration, Fence, LeaseId, OfferError, OwnerSession, SrcGroup, Ttl};
 
 use kvferry_geometry::manifest::Manifest;
+use kvferry_geometry::request::SrcPaged;
 use kvferry_geometry::spec::Retention;
 use kvferry_geometry::units::{ItemId, Name, TokenRange, Tokens};
 use kvferry_proto::lease::Offer;
@@ -131,13 +132,16 @@ impl OwnerSession {
     ///
     /// # Errors
     /// As [`offer`](Self::offer).
-    pub fn announce(&mut self, lease: LeaseId, offer: Offer, ttl: Ttl, now: Duration) -> Result<Fence, OfferError> {
-        let groups = offer.groups.clone();
+    pub fn announce(&mut self, lease: LeaseId, mut offer: Offer, ttl: Ttl, now: Duration) -> Result<Fence, OfferError> {
+        // What is listed is lent, whether it is promised already or not.
+        let whole = listed_whole(&offer.groups);
+        let groups = std::mem::replace(&mut offer.groups, whole);
         let fence = self.offer(lease, offer, ttl, now)?;
         let items = self.life.local().map_or(0, |l| l.manifest.cache().spec().items().len());
         let stream = StreamState { attempt: Attempt::FIRST, sealed: false, ready: vec![Tokens::ZERO; items] };
         if let Some(open) = self.leases.open.get_mut(&lease) {
             open.stream = Some(Box::new(stream));
+            open.regroup(&groups);
         }
         self.tell_stream(lease, groups);
         Ok(fence)
@@ -284,7 +288,8 @@ impl OwnerSession {
     /// Lists the blocks of a stream anew; appended to those before, or in their place.
     fn relist(&mut self, lease: LeaseId, groups: Vec<SrcGroup>, append: bool) -> Result<(), StreamError> {
         let m = self.life.local().ok_or(OfferError::NotReady)?.manifest.cache().clone();
-        let places = self.offered(&m, &groups)?;
+        let sealed = self.stream(lease)?.sealed;
+        let places = if sealed { self.offered(&m, &groups)? } else { self.offered(&m, &listed_whole(&groups))? };
         let Some(open) = self.leases.open.get_mut(&lease) else { return Err(StreamError::Unknown { lease }) };
         let before = match &open.state {
             State::Offered(state) => &state.offer().groups,
@@ -317,6 +322,16 @@ impl OwnerSession {
             self.send_rank(rank, message(), None);
         }
     }
+}
+
+/// The same, with all that is listed promised where nothing is.
+fn listed_whole(groups: &[SrcGroup]) -> Vec<SrcGroup> {
+    let all = TokenRange::new(Tokens::ZERO, Tokens::new(u64::MAX));
+    let whole = |g: &SrcGroup| match g {
+        SrcGroup::Paged(p) if p.held.is_empty() => SrcPaged { held: all, ..p.clone() }.into(),
+        other => other.clone(),
+    };
+    groups.iter().map(whole).collect()
 }
 
 /// A group whose blocks are not those listed before with more of them at the end.

@@ -318,9 +318,12 @@ impl Push {
             return None;
         }
         let whole = self.targets.values().all(|t| t.done.is_whole());
-        let done =
-            if whole { Some(self.order.tokens) } else { self.targets.values().filter_map(Target::tokens_done).min() };
-        let done = done?.min(self.order.tokens);
+        let done = if whole {
+            Some(self.order.request.tokens)
+        } else {
+            self.targets.values().filter_map(Target::tokens_done).min()
+        };
+        let done = done?.min(self.order.request.tokens);
         (done > self.told).then(|| {
             self.told = done;
             done

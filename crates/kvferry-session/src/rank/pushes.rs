@@ -208,10 +208,11 @@ impl RankSession {
             let Some(stream) = stream else { return Ok(None) };
             (stream.groups.clone(), stream.sealed)
         } else {
-            (order.src.clone(), true)
+            (order.request.src.clone(), true)
         };
         let (_, direction) = self.serving(&order)?;
-        let request = Request { tokens: order.tokens, src, dst: order.dst };
+        let Request { tokens, dst, .. } = &*order.request;
+        let request = Request { tokens: *tokens, src, dst: dst.clone() };
         let bind = if sealed { BoundRequest::new } else { BoundRequest::promised };
         let bound = bind(direction.compatible(), request).map_err(|e| fault(Stage::Plan, e.to_string()))?;
         let bound = Arc::new(bound);

@@ -12,17 +12,17 @@ use crate::{FailureCause, FailurePolicy};
 const SRC: [u32; 3] = [3, 0, 6];
 const DST: [u32; 3] = [9, 4, 2];
 
-fn source() -> Vec<SrcGroup> {
+pub(super) fn source() -> Vec<SrcGroup> {
     vec![held(&SRC), states(&[(N, 5)])]
 }
 
-fn push(w: &World, fence: &Fence, assurance: Assurance) -> PullWish {
+pub(super) fn push(w: &World, fence: &Fence, assurance: Assurance) -> PullWish {
     let wish = w.wish(fence, N, vec![room(&DST, 0), slot(Some(11), &[])]);
     PullWish { mode: Mode::Push { progress: true }, assurance, ..wish }
 }
 
 /// Whether all of what a salt stands for is at the consumer, and nothing of it is missing.
-fn arrived(w: &World, salt: u64) -> bool {
+pub(super) fn arrived(w: &World, salt: u64) -> bool {
     let (paged, missing) = w.d.found(salt, 0, &listed(&DST), (0, N));
     let (state, lacking) = w.d.found(salt, 1, &[(BlockId::new(11), N)], (0, 0));
     paged > 0 && state > 0 && (missing, lacking) == (0, 0)

@@ -290,6 +290,7 @@ mod tests {
         let answer = not_ordered(&ToRank::Digest(order), why);
         assert!(matches!(answer, Some(FromRank::Digested { ticket: 7, pieces: Err(text) }) if text == why));
         let gathered = Gathered { bytes: Bytes::ZERO, batch: digest };
+        let request_again = request.clone();
         let order = GatherOrder { ticket, pairing, dst, gathered, request };
         let answer = not_ordered(&ToRank::Gather(order), why);
         assert!(matches!(answer, Some(FromRank::Gathered { ticket: 7, result: Err(e) }) if e.to_string() == why));
@@ -299,9 +300,7 @@ mod tests {
             attempt: Attempt::FIRST,
             streamed: false,
             pairing,
-            tokens: Tokens::ZERO,
-            src: Vec::new(),
-            dst: Vec::new(),
+            request: request_again.into(),
             priority: 100,
             within: std::time::Duration::ZERO,
             progress: false,

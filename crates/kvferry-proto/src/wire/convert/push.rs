@@ -1,8 +1,8 @@
 //! Grants, write orders, streams, and how writes ended.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_geometry::request::Request;
 use kvferry_geometry::units::{Bytes, ItemId, RankId, Tokens};
 
 use super::messages::{nanos, pairing, stage, write_pairing, write_stage};
@@ -183,16 +183,13 @@ impl TryFrom<u128> for Ended {
 impl TryFrom<dto::Push> for PushOrder {
     type Error = ConvertError;
     fn try_from(d: dto::Push) -> Converted<Self> {
-        let Request { tokens, src, dst } = d.request.try_into()?;
         Ok(Self {
             push: PushId(d.push),
             lease: LeaseId::new(d.lease),
             attempt: Attempt::new(d.attempt),
             streamed: d.streamed,
             pairing: pairing(&d.pairing),
-            tokens,
-            src,
-            dst,
+            request: Arc::new(d.request.try_into()?),
             priority: d.priority,
             within: Duration::from_nanos(d.within_ns),
             progress: d.progress,
@@ -208,11 +205,7 @@ impl From<&PushOrder> for dto::Push {
             attempt: m.attempt.get(),
             streamed: m.streamed,
             pairing: write_pairing(&m.pairing),
-            request: dto::Request {
-                tokens: m.tokens.get(),
-                src: m.src.iter().map(dto::SrcGroup::from).collect(),
-                dst: m.dst.iter().map(dto::DstGroup::from).collect(),
-            },
+            request: (&*m.request).into(),
             priority: m.priority,
             within_ns: nanos(m.within),
             progress: m.progress,

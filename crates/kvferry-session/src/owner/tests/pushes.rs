@@ -651,3 +651,111 @@ fn an_old_greeting_is_no_evidence() {
     assert_eq!(w.d.session.loans.peer_is_met(&met, Some(at)), []);
     assert_eq!(w.d.session.quarantined(), 0);
 }
+
+/// What has arrived at a rank of ours that is lost is not in place, whatever was told before.
+#[test]
+fn what_a_lost_rank_had_is_computed_anew() {
+    let mut w = Pair::leased();
+    let fence = w.offer(1, Ttl::Usual);
+    let policy = FailurePolicy { then: Remedy::Recompute, ..FailurePolicy::default() };
+    let pull = w.pull_as(PullWish { policy, ..push(&fence) });
+    w.carry(nothing);
+    let progress = PeerMessage::Progress(kvferry_proto::push::Progress { fence, tokens: Tokens::new(32) });
+    w.d.session.peer_message(w.links[0].0, progress, w.now);
+    w.d.session.rank_closed(w.d.rank_links[1], "killed", w.now);
+    w.carry(nothing);
+    for rank in 0..4 {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    assert_eq!((w.end_of(pull).as_str(), w.failed(pull).report.first_hole()), ("RankLost", Some(Tokens::ZERO)));
+}
+
+/// Somebody else who knows a lease's name can't keep its consumer from its next attempt.
+#[test]
+fn a_stranger_stops_nothing_of_a_bound_lease() {
+    let mut w = Pair::replicated();
+    let fence = w.offer(1, Ttl::Usual);
+    let pull = w.push(&fence);
+    let first = *w.p.pushes().keys().next().unwrap();
+    let stranger = Side::replicas("e", 5, 1);
+    let mut other = Pair::of(std::mem::replace(&mut w.p, Side::replicas("x", 9, 2)), stranger);
+    let met = other.d.session.pull(wish(&Fence { lease: LeaseId::new(50), ..fence.clone() }), other.now);
+    other.carry(nothing);
+    let theirs = other.links[0].1;
+    for attempt in [0, 1, u32::MAX] {
+        let stop = PeerMessage::Stop(Stop { fence: Fence { attempt: Attempt::new(attempt), ..fence.clone() } });
+        other.p.session.peer_message(theirs, stop, other.now);
+    }
+    other.p.take();
+    let _ = met;
+    w.p = other.p;
+    w.p.orders.retain(|(_, m)| !matches!(m, ToRank::CancelPush(_)));
+    w.p.to_peer.clear();
+    w.pushed_as(first, PushId(1), lost(false));
+    w.carry(nothing);
+    assert_eq!((w.phase(pull), w.end_of(pull)), (Some(Phase::Write), "-".into()), "its second attempt is bound");
+}
+
+/// What was offered anew to a consumer whose link is gone is offered to nobody.
+#[test]
+fn a_reopened_lease_ends_with_its_consumers_link() {
+    let mut w = Pair::leased();
+    let offer = Offer { groups: src_groups(), content_key: key(1) };
+    let fence = w.p.session.announce(LeaseId::new(1), offer, Ttl::Never, w.now).unwrap();
+    w.push(&fence);
+    w.p.session.restart(LeaseId::new(1), src_groups(), w.now).unwrap();
+    for rank in 0..4 {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(losing(&["Closed", "Stop"]));
+    w.cut();
+    assert_eq!(w.p.closed, [(attempt(&fence, 1), Closing::ConsumerLost)]);
+    assert!(w.p.session.leases.is_clean() && w.p.session.loans.is_empty());
+}
+
+/// Two requests by one reference on one link: an answer to the first is none to the second.
+#[test]
+fn an_answer_that_nobody_waits_for_is_nobody_elses() {
+    for first in [Mode::Pull, Mode::Push { progress: false }] {
+        let mut w = Pair::leased();
+        let fence = w.offer(1, Ttl::Usual);
+        let before = w.pull_as(PullWish { mode: first, groups: other_dst_groups(3), ..push(&fence) });
+        w.carry(losing(&["BindAnswer", "Stopped"]));
+        let now = w.now;
+        w.d.session.cancel(before, now);
+        w.carry(losing(&["BindAnswer", "Stopped"]));
+        for rank in w.p.pushes().keys().copied().collect::<Vec<_>>() {
+            w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+        }
+        w.pass(5 * SECOND, losing(&["BindAnswer", "Stopped"]));
+        assert_eq!(w.end_of(before), "Cancelled", "{first:?}");
+        let again = w.pull_as(push(&fence));
+        w.carry(losing(&["BindAnswer", "Stopped"]));
+        w.resume();
+        w.carry(nothing);
+        // The lease is over: so it is told, and at once.
+        assert!(matches!(&w.failed(again).cause, FailureCause::Refused(BindRefusal::UnknownLease)), "{first:?}");
+    }
+}
+
+/// A request that is given up while it stops for another reason goes to no other source.
+#[test]
+fn a_cancel_while_it_halts_is_the_end() {
+    let mut w = Pair::leased();
+    let (first, second) = (w.offer(1, Ttl::Usual), w.offer(2, Ttl::Usual));
+    let other = Source { address: "tcp:127.0.0.1:1".into(), fence: second };
+    let within = PhaseLimits { transfer: Some(SECOND), ..PhaseLimits::default() };
+    let policy = FailurePolicy { others: vec![other], within, ..FailurePolicy::default() };
+    let pull = w.pull_as(PullWish { policy, ..push(&first) });
+    w.carry(nothing);
+    w.pass(SECOND, nothing);
+    assert_eq!(w.phase(pull), Some(Phase::Stop));
+    let now = w.now;
+    w.d.session.cancel(pull, now);
+    for rank in 0..4 {
+        w.pushed(rank, Err(fault(Stage::Cancelled, false)));
+    }
+    w.carry(nothing);
+    assert_eq!((w.end_of(pull).as_str(), w.failed(pull).report.attempts), ("Cancelled", 1));
+}

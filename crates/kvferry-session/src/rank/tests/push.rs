@@ -96,9 +96,7 @@ impl Pushing {
             attempt: Attempt::FIRST,
             streamed: false,
             pairing: self.to_d,
-            tokens: Tokens::new(TOKENS),
-            src: src_groups(),
-            dst: dst_groups(),
+            request: World::request().into(),
             priority: 100,
             within: 100 * SECOND,
             progress: true,
@@ -433,7 +431,8 @@ fn writes_are_admitted_like_reads() {
         let mut w = Pushing::new((1, 2), all(4000, &OpFault::HoldCompletion(SECOND / 500))).in_slices(limits);
         for push in 1..4 {
             let dst = other_dst_groups(u32::try_from(push).unwrap());
-            w.push(&PushOrder { dst, priority: u8::try_from(push).unwrap(), ..w.order(push) });
+            let request = Arc::new(Request { dst, ..World::request() });
+            w.push(&PushOrder { request, priority: u8::try_from(push).unwrap(), ..w.order(push) });
         }
         let mut most = (0, 0);
         while w.ended[0].len() < 3 && w.now < 100 * SECOND {
@@ -483,8 +482,8 @@ fn pushes_that_do_not_fit_are_refused() {
     map.pairing.peer_map = Digest::from_bytes([0; 32]);
     let mut engine = good.clone();
     engine.pairing.peer = Digest::from_bytes([0; 32]);
-    let groups = PushOrder { dst: Vec::new(), ..good.clone() };
-    let short = PushOrder { src: groups_listed(2), ..good };
+    let groups = PushOrder { request: Arc::new(Request { dst: Vec::new(), ..World::request() }), ..good.clone() };
+    let short = PushOrder { request: Arc::new(Request { src: groups_listed(2), ..World::request() }), ..good };
     for (order, text) in [(map, "map of peers"), (engine, "unknown engine"), (groups, "groups"), (short, "32")] {
         w.push(&order);
         w.steps(5);
@@ -506,7 +505,7 @@ fn pushes_that_do_not_fit_are_refused() {
 fn a_destination_that_needs_nothing_is_named() {
     let cached = |w: &Pushing| {
         let mut order = w.order(1);
-        for group in &mut order.dst {
+        for group in &mut Arc::make_mut(&mut order.request).dst {
             if let kvferry_geometry::request::DstGroup::Paged(g) = group {
                 g.cached = Tokens::new(TOKENS);
             }
