@@ -79,6 +79,11 @@ impl Open {
         self.push.as_ref().is_some_and(|push| !push.writing.is_over())
     }
 
+    /// Whether its time is up.
+    pub(super) fn is_over(&self, now: Duration) -> bool {
+        self.state.term().is_over(now)
+    }
+
     /// Whether more of its bytes will be computed.
     fn is_unsealed(&self) -> bool {
         self.stream.as_ref().is_some_and(|stream| !stream.sealed)

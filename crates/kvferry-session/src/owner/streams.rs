@@ -269,7 +269,9 @@ impl OwnerSession {
     }
 
     fn stream(&self, lease: LeaseId) -> Result<&StreamState, StreamError> {
-        let open = self.leases.open.get(&lease).ok_or(StreamError::Unknown { lease })?;
+        // One whose time is up has ended, though nobody has looked yet.
+        let open = self.leases.open.get(&lease).filter(|open| !open.is_over(self.now));
+        let open = open.ok_or(StreamError::Unknown { lease })?;
         open.stream.as_deref().ok_or(StreamError::NotStreamed { lease })
     }
 

@@ -646,7 +646,7 @@ fn an_old_greeting_is_no_evidence() {
     let met = EngineManifest::new(fence.engine.clone(), Epoch::new(9), cache, contacts).unwrap();
     let writers = w.failed(pull).report.writers_in_doubt.len();
     let at = w.now;
-    assert_eq!(w.d.session.loans.peer_is_met(&met, None), [fence.clone()]);
+    assert_eq!(w.d.session.loans.peer_is_met(&met, None), std::slice::from_ref(&fence));
     assert_eq!(w.d.session.snapshot(at).quarantine[0].writers.len(), writers);
     assert_eq!(w.d.session.loans.peer_is_met(&met, Some(at)), []);
     assert_eq!(w.d.session.quarantined(), 0);
