@@ -1,6 +1,6 @@
 //! A consumer: its requests, and the ranks that read for them.
 //!
-//! Mirrors `kvferry-session/src/owner/{pulls,ends,beats,loans,roads}.rs` where a request's state changes, without questions to
+//! Mirrors `kvferry-session/src/owner/{pulls,ends,beats,receiving,loans,roads}.rs` where a request's state changes, without questions to
 //! producers, assurance above the fence, limits, and outcomes by group.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,6 +9,7 @@ use std::time::Duration;
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::{Attempt, Epoch, Fence};
 use kvferry_proto::peer::{BindAnswer, ReadsEnd, Release, ReleaseAnswer};
+use kvferry_proto::push::Receiving;
 use kvferry_proto::rank::{PullId, RankFault, Stage};
 use kvferry_proto::request::{Asking, Ended, Reading, Releasing, Step, Wanted};
 
@@ -16,14 +17,16 @@ use crate::fault::Fault;
 use crate::network::{End, LinkId, Message};
 use crate::producer::{Content, content_key};
 use crate::state::{Fate, State};
-use crate::world::{PullPlan, World};
+use crate::world::{Lives, PullPlan, RANKS, World};
 
 mod beats;
 mod ends;
 mod reads;
+mod receiving;
 
 pub use reads::How;
 pub(crate) use reads::{Course, Read};
+pub(crate) use receiving::Writers;
 
 #[derive(Clone, PartialEq, Hash, Debug)]
 pub(crate) struct Consumer {
@@ -31,6 +34,8 @@ pub(crate) struct Consumer {
     pub(crate) epoch: Epoch,
     /// The rank whose link is lost.
     pub(crate) lost: Option<RankId>,
+    /// Each rank's life.
+    pub(crate) ranks: Lives,
     pub(crate) pulls: BTreeMap<PullId, Pull>,
     /// The link to each producer that requests take.
     pub(crate) roads: BTreeMap<usize, LinkId>,
@@ -38,11 +43,21 @@ pub(crate) struct Consumer {
     awaited: BTreeMap<LinkId, Awaited>,
     pub(crate) beats_due: BTreeMap<LinkId, Duration>,
     pub(crate) loans: BTreeMap<u32, Loan>,
-    /// Requests in doubt: the block, and the ranks of which nothing proves that they have stopped.
-    pub(crate) quarantine: BTreeMap<PullId, (u32, BTreeSet<RankId>)>,
+    /// Requests in doubt.
+    pub(crate) quarantine: BTreeMap<PullId, Left>,
     pub(crate) reads: BTreeMap<(RankId, PullId), Read>,
     /// What was read: by whom, for which block, from whom.
     pub(crate) memory: BTreeMap<(RankId, u32, RankId), Content>,
+}
+
+/// What a request has left.
+#[derive(Clone, PartialEq, Hash, Debug)]
+pub(crate) struct Left {
+    pub(crate) block: u32,
+    /// The ranks of ours of which nothing proves that they have stopped.
+    pub(crate) ours: BTreeSet<RankId>,
+    /// The same of the producer's.
+    pub(crate) theirs: Option<Writers>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -67,6 +82,11 @@ pub(crate) struct Pull {
     pub(crate) lease_end: Option<Duration>,
     /// Ranks that were in doubt, and are known to have stopped before it has ended.
     stopped: BTreeSet<RankId>,
+    /// Of one that is pushed: who may write it, as it was told to.
+    pub(crate) granted: Option<Writers>,
+    /// Those of them that may still write it though it has ended.
+    doubt: Option<Writers>,
+    pub(crate) push: bool,
     pub(crate) state: Phase,
 }
 
@@ -74,8 +94,18 @@ pub(crate) struct Pull {
 pub(crate) enum Phase {
     Linking(Wanted),
     Asking(Asking, Duration),
+    Receiving(Receiving),
+    /// It has failed; the producer's ranks are stopping.
+    Halting {
+        receiving: Receiving,
+        until: Duration,
+    },
     Reading(Reading),
-    Stopping { reading: Reading, why: Why, until: Option<Duration> },
+    Stopping {
+        reading: Reading,
+        why: Why,
+        until: Option<Duration>,
+    },
     Releasing(Releasing),
 }
 
@@ -95,6 +125,7 @@ impl Consumer {
             lives: 0,
             epoch: epoch(number, 0),
             lost: None,
+            ranks: [0; RANKS as usize],
             pulls: BTreeMap::new(),
             roads: BTreeMap::new(),
             last_beat: 0,
@@ -134,15 +165,20 @@ impl Pull {
     fn due(&self) -> Option<Duration> {
         match &self.state {
             Phase::Stopping { until, .. } => *until,
-            Phase::Reading(_) => Some(self.lease_end.map_or(self.deadline, |end| end.min(self.deadline))),
+            Phase::Halting { until, .. } => Some(*until),
+            Phase::Receiving(_) | Phase::Reading(_) => {
+                Some(self.lease_end.map_or(self.deadline, |end| end.min(self.deadline)))
+            }
             _ => Some(self.deadline),
         }
     }
 
     fn is_expired(&self, now: Duration) -> bool {
-        matches!(self.state, Phase::Reading(_)) && self.lease_end.is_some_and(|end| end <= now)
+        matches!(self.state, Phase::Receiving(_) | Phase::Reading(_)) && self.lease_end.is_some_and(|end| end <= now)
     }
 }
+
+static NOBODY: BTreeSet<RankId> = BTreeSet::new();
 
 fn epoch(number: usize, life: u8) -> Epoch {
     Epoch::new(2000 + 100 * number as u128 + u128::from(life))
@@ -200,8 +236,19 @@ impl At<'_> {
         let state = Phase::Linking(Wanted::new(fence.clone(), content_key(plan.lease)));
         let deadline = now + Duration::from_secs(plan.deadline);
         let attempt = fence.attempt;
-        let stopped = BTreeSet::new();
-        let pull = Pull { fence, attempt, link: None, started: now, deadline, lease_end: None, stopped, state };
+        let pull = Pull {
+            fence,
+            attempt,
+            link: None,
+            started: now,
+            deadline,
+            lease_end: None,
+            stopped: BTreeSet::new(),
+            granted: None,
+            doubt: None,
+            push: plan.push,
+            state,
+        };
         c.pulls.insert(id, pull);
         let producer = w.leases.get(plan.lease).map_or(0, |l| l.producer);
         if let Some(link) = c.roads.get(&producer).copied() {
@@ -250,6 +297,9 @@ impl At<'_> {
         let (salt, Some(map)) = w.map(engine, lease, attempt) else { return };
         let (asking, bind) = wanted.ask(salt, map.digest());
         self.put(id, Phase::Asking(asking, now));
+        if self.is_pushed(id) {
+            return self.grant(id, link, bind, map);
+        }
         self.send(link, Message::Bind(bind));
     }
 
@@ -260,7 +310,14 @@ impl At<'_> {
         };
         let now = self.s.now;
         let Some(id) = self.c().and_then(|c| c.find(fence, link)) else { return };
-        let Some(Phase::Asking(asking, sent)) = self.state(id) else { return };
+        let (asking, sent) = match self.state(id) {
+            Some(Phase::Asking(asking, sent)) => (asking, sent),
+            // It was never bound by this attempt, so nobody writes.
+            Some(Phase::Halting { .. }) if matches!(answer, BindAnswer::Refused { .. }) => {
+                return self.fail_written(id, &NOBODY);
+            }
+            _ => return,
+        };
         match asking.on_answer(answer) {
             Step::Next(Ok(granted)) => {
                 let from = if self.w.is(Fault::CountFromAnswer) { now } else { sent };
@@ -269,7 +326,15 @@ impl At<'_> {
                     pull.lease_end = end;
                 }
                 let margin = Duration::from_secs(self.w.terms.margin);
+                let pushed = self.is_pushed(id);
                 match end.map(|end| end.saturating_sub(now)) {
+                    Some(left) if left <= margin && pushed => self.halt(id, granted.fence().clone()),
+                    left if pushed => {
+                        self.receive(id, granted.fence().clone());
+                        if left.is_some() {
+                            self.beat_for(link);
+                        }
+                    }
                     Some(left) if left <= margin => {
                         self.send(link, Message::Release(granted.abandon()));
                         self.fail(id, None);
@@ -319,20 +384,39 @@ impl At<'_> {
                 }
             }
             if let Some(wanted) = self.another_attempt(id, &ended) {
-                let forgets = !self.w.is(Fault::DoubtForgotten);
-                if let Some(pull) = self.pull(id) {
-                    (pull.attempt, pull.lease_end) = (wanted.fence().attempt, None);
-                    pull.state = Phase::Linking(wanted);
-                    pull.stopped.retain(|_| !forgets);
-                }
-                return self.bind(id, link);
+                return self.try_again(id, link, wanted);
             }
         }
         self.send(link, Message::Release(ended.abandon()));
         self.fail(id, Some(&ended));
     }
 
+    fn try_again(&mut self, id: PullId, link: LinkId, wanted: Wanted) {
+        let forgets = !self.w.is(Fault::DoubtForgotten);
+        if let Some(pull) = self.pull(id) {
+            (pull.attempt, pull.lease_end) = (wanted.fence().attempt, None);
+            pull.state = Phase::Linking(wanted);
+            pull.stopped.retain(|_| !forgets);
+        }
+        self.bind(id, link);
+    }
+
     fn another_attempt(&mut self, id: PullId, ended: &Ended) -> Option<Wanted> {
+        let plan = self.w.plan(id)?;
+        let wanted = ended.again(content_key(plan.lease))?;
+        let faults: Vec<&RankFault> = ended.results().values().filter_map(|r| r.as_ref().err()).collect();
+        let worth = self.is_worth_another(id, wanted.fence().attempt, &ended.sources(), &faults)?;
+        worth.then_some(wanted)
+    }
+
+    /// Sources could not be reached, all has stopped, and the next map of peers names others.
+    fn is_worth_another(
+        &mut self,
+        id: PullId,
+        next: Attempt,
+        former: &BTreeSet<(RankId, RankId)>,
+        faults: &[&RankFault],
+    ) -> Option<bool> {
         let (w, now, number) = (self.w, self.s.now, self.number);
         let (engine, plan) = (w.consumers.get(number)?, w.plan(id)?);
         let up = |s: &State, link: &LinkId| s.links.get(link).is_some_and(|l| l.at_consumer.is_up());
@@ -340,20 +424,18 @@ impl At<'_> {
         let link = self.pull(id)?.link.filter(|link| up(self.s, link));
         let pull = self.pull(id)?;
         let made = pull.attempt.get() - pull.fence.attempt.get() + 1;
-        let of_source = |fault: &RankFault| {
-            let stage = matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Cancelled);
-            stage && !fault.in_doubt && fault.bad.is_empty()
+        let of_source = |fault: &&RankFault| {
+            let stages =
+                matches!(fault.stage, Stage::Connect | Stage::Submit | Stage::Read | Stage::Write | Stage::Cancelled);
+            stages && !fault.in_doubt && fault.bad.is_empty()
         };
-        let sources = ended.results().values().filter_map(|r| r.as_ref().err()).all(of_source);
-        if made >= plan.attempts || pull.deadline <= now || !sources || link.is_none() || gone {
+        if made >= plan.attempts || pull.deadline <= now || !faults.iter().all(of_source) || link.is_none() || gone {
             return None;
         }
-        let wanted = ended.again(content_key(plan.lease))?;
-        let map = w.map(engine, pull.fence.lease, wanted.fence().attempt).1?;
+        let map = w.map(engine, pull.fence.lease, next).1?;
         let before = w.map(engine, pull.fence.lease, pull.attempt).1?.digest();
-        let former = ended.sources();
         let others = map.pairs().iter().any(|p| !former.contains(&(p.dst(), p.src())));
-        (others && map.digest() != before).then_some(wanted)
+        Some(others && map.digest() != before)
     }
 
     pub(crate) fn on_release_answer(&mut self, link: LinkId, answer: &ReleaseAnswer) {
@@ -383,7 +465,11 @@ impl At<'_> {
                     let ended = reading.end_pending(&fault(Stage::Read, true));
                     self.reads_ended(id, ended, why);
                 }
-                Some(Phase::Stopping { .. }) | None => {}
+                Some(Phase::Halting { receiving, until }) if until <= now => {
+                    let doubted = if self.w.is(Fault::TimeIsEvidence) { &NOBODY } else { receiving.writers() };
+                    self.fail_written(id, doubted);
+                }
+                Some(Phase::Stopping { .. } | Phase::Halting { .. }) | None => {}
                 Some(_) => self.stop(id),
             }
         }

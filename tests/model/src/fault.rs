@@ -20,6 +20,42 @@ pub enum Fault {
     LeaseIdAgain,
     /// Producer: a release counts whatever attempt and life of a consumer it names.
     AnyRelease,
+    /// Producer: a report counts as the end of a writer, whosever it is.
+    CountWriters,
+    /// Producer: it says that all have stopped as soon as it is asked.
+    StoppedTooEarly,
+    /// Producer: a lease that nobody has bound yet stays open when it was said that nothing is written for it.
+    OfferStaysOpen,
+    /// Producer: an attempt that follows the one bound may still be bound when it was said that nothing is written for it.
+    NextAttemptMayCome,
+    /// Producer and consumer: a prefill that begins anew keeps its attempt.
+    AttemptAgain,
+    /// Producer: a prefill that begins anew is offered before its writers have stopped.
+    SkipDrain,
+    /// Consumer: it gives the lease up instead of asking its writers to stop; producer: that closes it at once.
+    ReleaseEndsAll,
+    /// Producer: beats that come while a prefill that begins anew is drained are told that the lease is over.
+    BeatsEndWhileDraining,
+    /// Producer and consumer: a prefill that begins anew is offered to whom doesn't want it any more.
+    ReopenForNobody,
+    /// Producer: a rank that joins anew while others still write proves nothing for them together.
+    WriterInDoubtForEver,
+    /// Producer: what comes to be known is told on the link that was asked on last, and on no other.
+    ToldOnOneLink,
+    /// Consumer: it gives a lease up that is being written, and its blocks are free.
+    StopForgotten,
+    /// Consumer: what is written over a link that is lost counts as stopped.
+    LinkLossIsEvidence,
+    /// Consumer: writers of which nothing is heard for long count as stopped.
+    TimeIsEvidence,
+    /// Consumer: writers that the producer doesn't know about count as stopped.
+    DoubtIgnored,
+    /// Consumer: evidence for a request that has ended is lost where another by the same reference is open.
+    EvidenceForAnother,
+    /// Consumer: evidence is asked for on links that come up, not on those that are.
+    AskedOnNewLinksOnly,
+    /// Consumer: any other life of a rank than the one it knows counts as a later one, however old the news is.
+    OldManifest,
     /// Consumer: it doesn't wait for the verdict.
     DeliverUnasked,
     /// Consumer: the first rank's end counts as that of all.

@@ -4,10 +4,13 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
-use kvferry_proto::names::Epoch;
+use kvferry_geometry::units::RankId;
+use kvferry_proto::names::{Epoch, Fence};
 use kvferry_proto::peer::{Bind, BindAnswer, Heartbeat, HeartbeatAnswer, LeaseClosed, Release, ReleaseAnswer};
+use kvferry_proto::push::{Stop, Stopped, WriterEnd};
+use kvferry_proto::rank::PullId;
 
-use crate::world::Network;
+use crate::world::{Lives, Network};
 
 /// Names a link; never re-used.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -27,6 +30,10 @@ pub enum End {
 pub(crate) enum Message {
     Bind(Bind),
     BindAnswer(BindAnswer),
+    PushBind(PushBind),
+    Written(Written),
+    Stop(Stop),
+    Stopped(Stopped),
     Release(Release),
     ReleaseAnswer(ReleaseAnswer),
     Heartbeat(Heartbeat),
@@ -34,7 +41,23 @@ pub(crate) enum Message {
     Closed(LeaseClosed),
 }
 
-/// A link that has been greeted on both sides.
+/// `kvferry_proto::push::PushBind`, with the one block that is granted.
+#[derive(Clone, PartialEq, Hash, Debug)]
+pub(crate) struct PushBind {
+    pub(crate) bind: Bind,
+    pub(crate) block: u32,
+    /// Whose block it is: for the rules only.
+    pub(crate) pull: PullId,
+}
+
+/// `kvferry_proto::push::Written`; what is held stands in the references of a world.
+#[derive(Clone, PartialEq, Hash, Debug)]
+pub(crate) struct Written {
+    pub(crate) fence: Fence,
+    pub(crate) writers: Vec<(RankId, WriterEnd)>,
+}
+
+/// A link that has been greeted on both sides, or by the producer.
 #[derive(Clone, PartialEq, Hash, Debug)]
 pub(crate) struct Link {
     pub(crate) consumer: usize,
@@ -42,10 +65,25 @@ pub(crate) struct Link {
     /// The lives that have greeted each other.
     pub(crate) consumer_epoch: Epoch,
     pub(crate) producer_epoch: Epoch,
+    /// The lives of their ranks, as each has told the other.
+    pub(crate) consumer_ranks: Lives,
+    pub(crate) producer_ranks: Lives,
+    pub(crate) made: Made,
     pub(crate) up: Duration,
     pub(crate) wire: Wire,
     pub(crate) at_consumer: Side,
     pub(crate) at_producer: Side,
+}
+
+/// How a link came about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Made {
+    /// By the consumer, for its requests.
+    Road,
+    /// Otherwise (by the producer, or to another address): the consumer has not heard yet what the producer has said of itself.
+    Apart,
+    /// The same, and it has.
+    ApartUp,
 }
 
 /// Whether what is sent arrives.

@@ -3,29 +3,38 @@
 //! Mirrors `kvferry-session/src/owner/leases.rs` line by line where a lease's state changes, without limits, versions, drafts of
 //! answers to older neighbours, and the asks that gather or digest. The states and what they answer are the real ones.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use kvferry_geometry::digest::Digest;
+use kvferry_geometry::peers::PeerMap;
 use kvferry_geometry::request::{BlockTable, SrcGroup, SrcPaged, Tail};
 use kvferry_geometry::units::{BlockId, RankId, TokenRange, Tokens};
 use kvferry_proto::lease::{Bound, Closed, Closing, Consumer as Reader, Offer, Offered, Term, first_attempt, stale};
-use kvferry_proto::names::{ContentKey, Epoch, LeaseId};
+use kvferry_proto::names::{Attempt, ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::{
     Bind, BindAnswer, BindRefusal, Grant, Heartbeat, HeartbeatAnswer, LeaseClosed, Left, ReadsEnd, Release,
     ReleaseAnswer, Verdict,
 };
+use kvferry_proto::push::PushId;
 
 use crate::fault::Fault;
 use crate::network::{End, LinkId, Message};
 use crate::rules::Rule;
 use crate::state::{State, Told};
-use crate::world::{World, ranks};
+use crate::world::{Lives, RANKS, World, ranks};
+
+mod pushes;
+mod writes;
+
+pub(crate) use pushes::{Doubt, Push};
+pub(crate) use writes::{LatePush, Stream, Write};
 
 /// What a block of a rank holds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Content {
-    /// What this lease shows.
-    Of(usize),
+    /// What this lease shows, as this run of its prefill has computed it.
+    Of(usize, u8),
     /// Anything else.
     Other,
 }
@@ -39,7 +48,21 @@ pub(crate) struct Producer {
     pub(crate) epoch: Epoch,
     /// The rank that is lost.
     pub(crate) lost: Option<RankId>,
+    /// The engine has died, and what its ranks were writing may go on until it is there again.
+    pub(crate) down: bool,
+    /// Each rank's life.
+    pub(crate) ranks: Lives,
+    /// The epochs that this owner has had.
+    lived: BTreeSet<Epoch>,
     pub(crate) open: BTreeMap<LeaseId, Open>,
+    last_push: u64,
+    /// Those whose writers have not all ended.
+    pub(crate) pushes: BTreeMap<PushId, LeaseId>,
+    pub(crate) doubts: BTreeMap<PushId, Doubt>,
+    /// What ranks write.
+    pub(crate) writes: BTreeMap<(RankId, PushId), Write>,
+    /// What ranks of a life that is over may still write.
+    pub(crate) orphans: Vec<(RankId, Write)>,
     pub(crate) memory: BTreeMap<RankId, [Content; BLOCKS]>,
 }
 
@@ -49,12 +72,44 @@ pub(crate) struct Open {
     /// Which of the world's.
     pub(crate) lease: usize,
     pub(crate) state: Lease,
+    /// Of one that is computed while it is open.
+    pub(crate) stream: Option<Stream>,
+    /// What ranks write of it, or have written last.
+    pub(crate) push: Option<Push>,
+    /// The engine that had it before its prefill began anew, and over which link.
+    before: Option<(EngineId, LinkId)>,
+    /// The last attempt of which it was said that nobody writes: it is never bound (again), whatever still comes.
+    refused: Option<Attempt>,
+}
+
+impl Open {
+    fn is_written(&self) -> bool {
+        self.push.as_ref().is_some_and(|push| !push.writing.is_over())
+    }
+
+    fn is_unsealed(&self) -> bool {
+        self.stream.is_some_and(|stream| !stream.sealed)
+    }
 }
 
 #[derive(Clone, PartialEq, Hash, Debug)]
 pub(crate) enum Lease {
     Offered(Offered),
     Bound(Bound, LinkId),
+    /// Its writers are being stopped, until then.
+    Stopping {
+        bound: Bound,
+        link: LinkId,
+        then: Then,
+        until: Duration,
+    },
+}
+
+/// What becomes of a lease when its writers have stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Then {
+    Close(Closing),
+    Reopen,
 }
 
 impl Lease {
@@ -62,6 +117,22 @@ impl Lease {
         match self {
             Self::Offered(state) => state.term(),
             Self::Bound(state, _) => state.term(),
+            Self::Stopping { .. } => Term::Open,
+        }
+    }
+
+    /// When it is looked at again if nothing happens.
+    pub(crate) fn due(&self) -> Option<Duration> {
+        match self {
+            Self::Stopping { until, .. } => Some(*until),
+            other => other.term().end(),
+        }
+    }
+
+    fn fence(&self) -> &Fence {
+        match self {
+            Self::Offered(state) => state.fence(),
+            Self::Bound(bound, _) | Self::Stopping { bound, .. } => bound.fence(),
         }
     }
 }
@@ -69,7 +140,27 @@ impl Lease {
 impl Producer {
     pub(crate) fn new(number: usize) -> Self {
         let memory = ranks().map(|rank| (rank, [Content::Other; BLOCKS])).collect();
-        Self { lives: 0, epoch: epoch(number, 0), lost: None, open: BTreeMap::new(), memory }
+        let epoch = epoch(number, 0);
+        Self {
+            lives: 0,
+            epoch,
+            lost: None,
+            down: false,
+            ranks: [0; RANKS as usize],
+            lived: BTreeSet::from([epoch]),
+            open: BTreeMap::new(),
+            last_push: 0,
+            pushes: BTreeMap::new(),
+            doubts: BTreeMap::new(),
+            writes: BTreeMap::new(),
+            orphans: Vec::new(),
+            memory,
+        }
+    }
+
+    /// Whether all of its ranks are there.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.lost.is_none() && !self.down
     }
 
     pub(crate) fn content(&self, rank: RankId, block: u32) -> Content {
@@ -126,10 +217,12 @@ impl State {
         let (Some(plan), now, id) = (w.leases.get(lease), self.now, w.lease_id(lease)) else { return };
         let Some(engine) = w.producers.get(plan.producer).cloned() else { return };
         let Some(p) = self.producer(plan.producer) else { return };
-        p.fill(plan.block, Content::Of(lease));
+        let stream = plan.stream.then(Stream::default);
+        p.fill(plan.block, if plan.stream { Content::Other } else { Content::Of(lease, 0) });
         let fence = first_attempt(engine, p.epoch, id);
         let state = Offered::new(fence.clone(), offer(lease, plan.block), Term::of(plan.ttl.map(at), now));
-        p.open.insert(id, Open { lease, state: Lease::Offered(state) });
+        p.open
+            .insert(id, Open { lease, state: Lease::Offered(state), stream, push: None, before: None, refused: None });
         if let Some(told) = self.leases.get_mut(lease) {
             told.fence = Some(fence);
         }
@@ -142,18 +235,30 @@ impl State {
     }
 
     pub(crate) fn on_bind(&mut self, w: &World, producer: usize, link: LinkId, bind: &Bind) {
-        let answer = match self.try_bind(w, producer, link, bind) {
+        let unsealed = |open: &Open| open.is_unsealed();
+        let admitted = self.admit(w, producer, link, bind).and_then(|admitted| {
+            match self.producers.get(producer).and_then(|p| p.open.get(&bind.fence.lease)).is_some_and(unsealed) {
+                true => Err(BindRefusal::NotSealed),
+                false => Ok(admitted),
+            }
+        });
+        let answer = match admitted.and_then(|(by, map)| self.bind_lease(producer, link, bind, by, map.digest())) {
             Ok(grant) => BindAnswer::Bound(grant),
             Err(reason) => BindAnswer::Refused { fence: bind.fence.clone(), reason },
         };
         self.send(w, link, End::Consumer, Message::BindAnswer(answer));
     }
 
-    fn try_bind(&mut self, w: &World, producer: usize, link: LinkId, bind: &Bind) -> Result<Grant, BindRefusal> {
+    fn admit<'w>(
+        &self,
+        w: &'w World,
+        producer: usize,
+        link: LinkId,
+        bind: &Bind,
+    ) -> Result<(Reader, &'w PeerMap), BindRefusal> {
         let (by, now) = (self.reader(w, link).ok_or(BindRefusal::UnknownLease)?, self.now);
-        let engine = w.producers.get(producer);
-        let p = self.producer(producer).ok_or(BindRefusal::UnknownLease)?;
-        if Some(&bind.fence.engine) != engine {
+        let p = self.producers.get(producer).ok_or(BindRefusal::UnknownLease)?;
+        if Some(&bind.fence.engine) != w.producers.get(producer) {
             return Err(BindRefusal::WrongEngine);
         }
         if bind.fence.epoch != p.epoch && !w.is(Fault::ForgetEpoch) {
@@ -163,18 +268,36 @@ impl State {
             return Err(BindRefusal::RankLost { rank, reason: String::new() });
         }
         let lease = bind.fence.lease;
-        match &p.open.get(&lease).ok_or(BindRefusal::UnknownLease)?.state {
-            Lease::Bound(state, of) if *of == link => state.admits(bind, &by, now)?,
+        let open = p.open.get(&lease).ok_or(BindRefusal::UnknownLease)?;
+        if open.refused.is_some_and(|refused| bind.fence.attempt <= refused) {
+            return Err(BindRefusal::UnknownLease);
+        }
+        match &open.state {
+            Lease::Bound(state, of) if *of == link && !open.is_written() => state.admits(bind, &by, now)?,
+            Lease::Stopping { .. } => return Err(BindRefusal::UnknownLease),
             Lease::Bound(..) => return Err(BindRefusal::AlreadyBound),
             Lease::Offered(state) => state.admits(bind, now)?,
         }
         let (salt, map) = w.map(&by.engine, lease, bind.fence.attempt);
-        let map = map.ok_or(BindRefusal::UnknownLease)?.digest();
+        let map = map.ok_or(BindRefusal::UnknownLease)?;
         if bind.salt != salt {
-            return Err(BindRefusal::PeerMapDiffers { ours: map });
+            return Err(BindRefusal::PeerMapDiffers { ours: map.digest() });
         }
-        let Some(Open { lease: number, state }) = p.open.remove(&lease) else { return Err(BindRefusal::UnknownLease) };
-        let (state, result) = match state {
+        Ok((by, map))
+    }
+
+    fn bind_lease(
+        &mut self,
+        producer: usize,
+        link: LinkId,
+        bind: &Bind,
+        by: Reader,
+        map: Digest,
+    ) -> Result<Grant, BindRefusal> {
+        let now = self.now;
+        let open = self.producer(producer).and_then(|p| p.open.get_mut(&bind.fence.lease));
+        let Some(open) = open else { return Err(BindRefusal::UnknownLease) };
+        let (state, result) = match open.state.clone() {
             Lease::Offered(state) => match state.bind(bind, by, map, now) {
                 Ok((bound, grant)) => (Lease::Bound(bound, link), Ok(grant)),
                 Err((same, refusal)) => (Lease::Offered(same), Err(refusal)),
@@ -183,8 +306,9 @@ impl State {
                 Ok((bound, grant)) => (Lease::Bound(bound, of), Ok(grant)),
                 Err((same, refusal)) => (Lease::Bound(same, of), Err(refusal)),
             },
+            same @ Lease::Stopping { .. } => (same, Err(BindRefusal::UnknownLease)),
         };
-        p.open.insert(lease, Open { lease: number, state });
+        open.state = state;
         result
     }
 
@@ -207,13 +331,21 @@ impl State {
         let (lease, now) = (release.fence.lease, self.now);
         let now = if w.is(Fault::LateClock) { Duration::ZERO } else { now };
         let Some(p) = self.producer(producer) else { return stale(release) };
-        let Some(Open { lease: number, state }) = p.open.remove(&lease) else {
+        let Some(open) = p.open.get(&lease) else {
             if w.is(Fault::HeldIfUnknown) && release.reads == ReadsEnd::Complete {
                 return ReleaseAnswer { fence: release.fence.clone(), verdict: Verdict::Held };
             }
             return stale(release);
         };
-        let (state, answer) = match state {
+        let (number, written) = (open.lease, open.is_written() && !w.is(Fault::ReleaseEndsAll));
+        match open.state.clone() {
+            // Whatever it says of its reads: nobody has told it that all is written.
+            Lease::Bound(state, of) if of == link && written => {
+                if state.is_of(&release.fence, by) {
+                    self.end_bound(w, producer, lease, Then::Close(Closing::Abandoned));
+                }
+                stale(release)
+            }
             Lease::Bound(state, of) if of == link || w.is(Fault::AnyRelease) => {
                 let own = Release { fence: state.fence().clone(), reads: release.reads };
                 let (release_of, by_whom) = match w.is(Fault::AnyRelease) {
@@ -225,20 +357,18 @@ impl State {
                         if *closed.fence() != release.fence || by_whom != *by {
                             self.broken.insert(Rule::ReleasedByItsReader);
                         }
-                        self.closed(number, &closed);
-                        return ReleaseAnswer { fence: release.fence.clone(), ..answer };
+                        self.close(producer, number, &closed);
+                        ReleaseAnswer { fence: release.fence.clone(), ..answer }
                     }
-                    Err((same, answer)) => (Lease::Bound(same, of), answer),
+                    Err((_, answer)) => answer,
                 }
             }
             Lease::Offered(state) if release.reads == ReadsEnd::Declined && *state.fence() == release.fence => {
-                self.closed(number, &state.close(Closing::Declined));
-                return stale(release);
+                self.close(producer, number, &state.close(Closing::Declined));
+                stale(release)
             }
-            other => (other, stale(release)),
-        };
-        p.open.insert(lease, Open { lease: number, state });
-        answer
+            _ => stale(release),
+        }
     }
 
     /// Which of the world's leases a release names: the last that was offered by this id.
@@ -253,7 +383,8 @@ impl State {
         let (salt, _) = w.map(&by.engine, release.fence.lease, release.fence.attempt);
         let kept = self.producers.get(plan.producer).is_some_and(|p| {
             let mut sources = w.sources(salt);
-            sources.all(|rank| p.content(rank, plan.block) == Content::Of(number))
+            let run = self.leases.get(number).map_or(0, |told| told.run);
+            sources.all(|rank| p.content(rank, plan.block) == Content::Of(number, run))
         });
         let Some(told) = self.leases.get_mut(number) else { return };
         told.held += 1;
@@ -271,17 +402,17 @@ impl State {
         let Some(p) = self.producer(producer) else { return };
         let mut left = Vec::with_capacity(heartbeat.leases.len());
         for (lease, attempt) in heartbeat.leases {
-            left.push(match p.open.remove(&lease) {
-                Some(Open { lease: number, state: Lease::Bound(state, of) }) if of == link => {
-                    let (state, left) = state.beat(attempt, &by, extension, now);
-                    p.open.insert(lease, Open { lease: number, state: Lease::Bound(state, of) });
+            left.push(match p.open.get_mut(&lease).map(|open| &mut open.state) {
+                Some(Lease::Bound(state, of)) if *of == link => {
+                    let (extended, left) = state.clone().beat(attempt, &by, extension, now);
+                    *state = extended;
                     left
                 }
-                Some(other) => {
-                    p.open.insert(lease, other);
-                    Left::Closed
+                // It is waited for: its prefill begins anew, and the next attempt will be offered.
+                Some(Lease::Stopping { then: Then::Reopen, .. }) if !w.is(Fault::BeatsEndWhileDraining) => {
+                    Left::For(extension)
                 }
-                None => Left::Closed,
+                _ => Left::Closed,
             });
         }
         let answer = HeartbeatAnswer { beat: heartbeat.beat, left };
@@ -291,44 +422,101 @@ impl State {
     /// `expire_leases`.
     pub(crate) fn step_producer(&mut self, w: &World, producer: usize) {
         for lease in self.overdue(producer) {
-            self.end_lease(w, producer, lease, Closing::Expired);
+            let open = self.producers.get(producer).and_then(|p| p.open.get(&lease));
+            match open.map(|open| &open.state) {
+                Some(Lease::Stopping { .. }) => self.writers_are_late(w, producer, lease),
+                _ => self.end_lease(w, producer, lease, Closing::Expired),
+            }
         }
     }
 
     pub(crate) fn overdue(&self, producer: usize) -> Vec<LeaseId> {
         let open = self.producers.get(producer).into_iter().flat_map(|p| &p.open);
         let told = |number: usize| self.leases.get(number).is_some_and(|t| t.closes > 0);
-        open.filter(|(_, o)| o.state.term().is_over(self.now) && !told(o.lease)).map(|(id, _)| *id).collect()
+        let due = |o: &Open| o.state.due().is_some_and(|due| due <= self.now) && !told(o.lease);
+        open.filter(|(_, o)| due(o)).map(|(id, _)| *id).collect()
     }
 
     /// Ends a lease otherwise than by a release, and tells its consumer so.
     pub(crate) fn end_lease(&mut self, w: &World, producer: usize, lease: LeaseId, how: Closing) {
-        let Some(p) = self.producer(producer) else { return };
-        let Some(Open { lease: number, state }) = p.open.remove(&lease) else { return };
+        let open = self.producers.get(producer).and_then(|p| p.open.get(&lease));
+        let Some((number, state)) = open.map(|open| (open.lease, open.state.clone())) else { return };
         let late = (w.is(Fault::CloseLater) && how == Closing::Withdrawn)
             || (w.is(Fault::LateClock) && how == Closing::Expired);
-        if late && matches!(state, Lease::Bound(..)) {
-            p.open.insert(lease, Open { lease: number, state: state.clone() });
-        }
         match state {
-            Lease::Offered(state) => self.closed(number, &state.close(how)),
+            Lease::Offered(state) => self.close(producer, number, &state.close(how)),
             Lease::Bound(state, link) => {
-                let closed = state.close(how);
-                let notice = LeaseClosed { fence: closed.fence().clone(), how };
+                let notice = LeaseClosed { fence: state.fence().clone(), how };
                 self.send(w, link, End::Consumer, Message::Closed(notice));
-                self.closed(number, &closed);
+                if late {
+                    return self.closed(number);
+                }
+                self.end_bound(w, producer, lease, Then::Close(how));
             }
+            Lease::Stopping { .. } => self.end_bound(w, producer, lease, Then::Close(how)),
         }
     }
 
-    /// `rank_lost_in_leases`: its bytes are gone, and so are the leases that show them to somebody.
+    /// Ends what a consumer has bound: at once if no rank writes it, else when all have stopped.
+    fn end_bound(&mut self, w: &World, producer: usize, lease: LeaseId, then: Then) {
+        let until = self.now + w.grace();
+        let Some(open) = self.producer(producer).and_then(|p| p.open.get_mut(&lease)) else { return };
+        let written = open.is_written() && !(w.is(Fault::SkipDrain) && then == Then::Reopen);
+        match open.state.clone() {
+            Lease::Bound(bound, link) => open.state = Lease::Stopping { bound, link, then, until },
+            Lease::Stopping { bound, link, then: Then::Reopen, until } if !w.is(Fault::ReopenForNobody) => {
+                open.state = Lease::Stopping { bound, link, then, until };
+                return;
+            }
+            _ => return,
+        }
+        if written { self.stop_writers(producer, lease) } else { self.has_stopped(w, producer, lease) }
+    }
+
+    /// Nothing of a lease is written any more, as far as anybody will hear.
+    fn has_stopped(&mut self, w: &World, producer: usize, lease: LeaseId) {
+        let (extension, now) = (at(w.terms.extension), self.now);
+        let open = self.producers.get(producer).and_then(|p| p.open.get(&lease));
+        let Some(Open { lease: number, state: Lease::Stopping { bound, link, then, .. }, .. }) = open.cloned() else {
+            return;
+        };
+        let doubted = self.writers_have_stopped(producer, lease);
+        let epoch = self.producers.get(producer).map(|p| p.epoch);
+        let reopened = match then {
+            // One of a former life of the engine can't be bound anew.
+            Then::Reopen if epoch != Some(bound.fence().epoch) => None,
+            Then::Reopen if doubted.as_ref().is_none_or(BTreeSet::is_empty) => match w.is(Fault::AttemptAgain) {
+                true => Some(Offered::new(bound.fence().clone(), bound.offer().clone(), bound.term())),
+                false => bound.clone().reopen(extension, now),
+            },
+            _ => None,
+        };
+        if let Some(offered) = reopened {
+            let notice = LeaseClosed { fence: bound.fence().clone(), how: Closing::Restarted };
+            self.send(w, link, End::Consumer, Message::Closed(notice));
+            if let Some(open) = self.producer(producer).and_then(|p| p.open.get_mut(&lease)) {
+                (open.state, open.before) = (Lease::Offered(offered), Some((bound.consumer().engine.clone(), link)));
+            }
+            return;
+        }
+        if let Some(doubted) = doubted {
+            self.tell_stopped(w, producer, (&bound.consumer().engine, link), bound.fence(), &doubted);
+        }
+        let how = if let Then::Close(how) = then { how } else { Closing::Withdrawn };
+        self.close(producer, number, &bound.close(how));
+    }
+
+    /// A rank is gone: nothing proves that its writes have stopped; its bytes are gone, and so are the leases that show them to
+    /// somebody.
     pub(crate) fn lose_producer_rank(&mut self, w: &World, producer: usize, rank: RankId) {
         let Some(p) = self.producer(producer) else { return };
         p.lost = Some(rank);
         p.memory.insert(rank, [Content::Other; BLOCKS]);
+        self.rank_lost_in_pushes(w, producer, rank);
+        let Some(p) = self.producer(producer) else { return };
         let spared = |open: &Open| match &open.state {
             Lease::Bound(state, _) => !w.names(state.salt(), rank) || w.is(Fault::SpareAll),
-            Lease::Offered(_) => false,
+            Lease::Offered(_) | Lease::Stopping { .. } => false,
         };
         let lost: Vec<LeaseId> = p.open.iter().filter(|(_, open)| !spared(open)).map(|(id, _)| *id).collect();
         for lease in lost {
@@ -336,11 +524,19 @@ impl State {
         }
     }
 
-    /// The lost rank joins again: another life of the engine.
-    pub(crate) fn rejoin_producer_rank(&mut self, producer: usize) {
-        if let Some(p) = self.producer(producer) {
-            (p.lost, p.epoch) = (None, p.epoch.after());
+    /// The lost rank joins again: another life of the engine. Or the first of an engine that has died.
+    pub(crate) fn rejoin_producer_rank(&mut self, w: &World, producer: usize, rank: RankId) {
+        let Some(p) = self.producer(producer) else { return };
+        p.orphans.clear();
+        if std::mem::take(&mut p.down) {
+            return;
         }
+        (p.lost, p.epoch) = (None, p.epoch.after());
+        p.lived.insert(p.epoch);
+        if let Some(life) = p.ranks.get_mut(index(rank.get())) {
+            *life += 1;
+        }
+        self.rank_is_new_in_pushes(w, producer, rank);
     }
 
     /// `link_lost_in_leases`.
@@ -349,28 +545,33 @@ impl State {
             return;
         }
         let Some(p) = self.producer(producer) else { return };
-        let of_link = |open: &Open| matches!(&open.state, Lease::Bound(_, of) if *of == link);
+        let of_link = |open: &Open| match &open.state {
+            Lease::Bound(_, of) | Lease::Stopping { link: of, .. } => *of == link,
+            // Whom it is offered to anew can't come by another link.
+            Lease::Offered(_) => open.before.as_ref().is_some_and(|(_, of)| *of == link),
+        };
         let lost: Vec<LeaseId> = p.open.iter().filter(|(_, open)| of_link(open)).map(|(id, _)| *id).collect();
         for lease in lost {
-            let taken = self.producer(producer).and_then(|p| p.open.remove(&lease));
-            if let Some(Open { lease: number, state: Lease::Bound(state, _) }) = taken {
-                self.closed(number, &state.close(Closing::ConsumerLost));
+            match self.producers.get(producer).and_then(|p| p.open.get(&lease)).map(|open| &open.state) {
+                Some(Lease::Offered(_)) if w.is(Fault::ReopenForNobody) => {}
+                Some(Lease::Offered(_)) => self.end_lease(w, producer, lease, Closing::ConsumerLost),
+                _ => self.end_bound(w, producer, lease, Then::Close(Closing::ConsumerLost)),
             }
         }
     }
 
-    /// All of the engine dies and is started again: no lease, other bytes, another epoch.
+    /// All of the engine dies and is started again: no lease, other bytes, another epoch. What its ranks were writing may go on until
+    /// all of them are new.
     pub(crate) fn restart_producer(&mut self, w: &World, producer: usize) {
         let Some(p) = self.producer(producer) else { return };
-        p.lives += 1;
-        (p.epoch, p.lost) = (epoch(producer, p.lives), None);
-        for memory in p.memory.values_mut() {
-            *memory = [Content::Other; BLOCKS];
-        }
         let gone: Vec<usize> = p.open.values().map(|open| open.lease).collect();
-        if !w.is(Fault::ForgetEpoch) {
-            p.open.clear();
-        }
+        let lives = p.lives + 1;
+        let new = Producer { lives, epoch: epoch(producer, lives), ..Producer::new(producer) };
+        let open = if w.is(Fault::ForgetEpoch) { std::mem::take(&mut p.open) } else { BTreeMap::new() };
+        let orphans: Vec<(RankId, Write)> =
+            std::mem::take(&mut p.writes).into_iter().map(|((rank, _), write)| (rank, write)).collect();
+        let (down, ranks) = (!orphans.is_empty(), p.ranks.map(|life| life + 1));
+        *p = Producer { lived: BTreeSet::from([new.epoch]), open, orphans, down, ranks, ..new };
         for number in gone {
             if let Some(told) = self.leases.get_mut(number) {
                 told.gone = true;
@@ -379,10 +580,20 @@ impl State {
         for link in self.links.values_mut().filter(|l| l.producer == producer) {
             link.drop_end(End::Producer);
         }
+        self.late_pushes.retain(|late| late.producer != producer);
     }
 
     /// `close_lease`: the blocks are the engine's again.
-    fn closed(&mut self, number: usize, _: &Closed) {
+    fn close(&mut self, producer: usize, number: usize, closed: &Closed) {
+        let Some(p) = self.producer(producer) else { return };
+        let open = p.open.remove(&closed.fence().lease);
+        if open.is_some_and(|open| open.stream.is_some()) {
+            p.cancel_writes_of(number);
+        }
+        self.closed(number);
+    }
+
+    fn closed(&mut self, number: usize) {
         let Some(told) = self.leases.get_mut(number) else { return };
         told.closes += 1;
         if told.closes > 1 {

@@ -1,8 +1,13 @@
 //! What must hold in every state of every world.
 
-use crate::consumer::{Consumer, Course, LoanOf, Phase};
-use crate::network::Link;
-use crate::producer::Lease;
+use kvferry_proto::lease::Offered;
+use kvferry_proto::names::Attempt;
+use kvferry_proto::push::PushId;
+use kvferry_proto::rank::PullId;
+
+use crate::consumer::{Consumer, Course, LoanOf, Phase, Writers};
+use crate::network::{Link, Made};
+use crate::producer::{Doubt, Lease, Producer};
 use crate::state::{Fate, State};
 use crate::world::World;
 
@@ -32,6 +37,19 @@ pub enum Rule {
     WrittenIsLent,
     /// An attempt's reads begin when those of the one before have all ended.
     StoppedBeforeRetry,
+    /// A block that a producer's rank may still write, in memory that is there, is lent to the request that has granted it, or in
+    /// quarantine for it.
+    GrantedIsLent,
+    /// A lease's blocks are not handed back while a rank of its producer writes them to somebody, unless that rank is in doubt.
+    SourceIsKept,
+    /// Writers are ordered when nothing of their lease is written any more.
+    DrainedBeforeNext,
+    /// An attempt is written once.
+    AttemptOnce,
+    /// When it was said of an attempt who has stopped, the others never write for it.
+    StoppedIsOver,
+    /// A request that is told that its lease is over isn't wrong about it.
+    ClosedIsClosed,
     /// What a consumer thinks is left of a lease that it reads is not more than what is left of it.
     EndIsNotLater,
     /// A request is over when its deadline has passed, and the time that its ranks have to stop.
@@ -43,7 +61,7 @@ pub enum Rule {
 
 impl Rule {
     /// All.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 20] = [
         Self::HeldIsHeld,
         Self::HeldOnce,
         Self::LeaseEndsOnce,
@@ -55,6 +73,12 @@ impl Rule {
         Self::GivenUpIsOver,
         Self::WrittenIsLent,
         Self::StoppedBeforeRetry,
+        Self::GrantedIsLent,
+        Self::SourceIsKept,
+        Self::DrainedBeforeNext,
+        Self::AttemptOnce,
+        Self::StoppedIsOver,
+        Self::ClosedIsClosed,
         Self::EndIsNotLater,
         Self::InTime,
         Self::AllEnds,
@@ -68,6 +92,8 @@ impl State {
         let now = match rule {
             Rule::FreeIsClosed => self.free_is_closed(),
             Rule::WrittenIsLent => self.consumers.iter().all(written_is_lent),
+            Rule::GrantedIsLent => self.granted_is_lent(),
+            Rule::SourceIsKept => self.producers.iter().all(|p| self.source_is_kept(p)),
             Rule::EndIsNotLater => self.end_is_not_later(),
             Rule::InTime => self.in_time(w),
             Rule::AllEnds => self.runs() || self.is_over() || self.can_go_on(w),
@@ -85,7 +111,7 @@ impl State {
     fn end_is_not_later(&self) -> bool {
         let reading = self.consumers.iter().flat_map(|c| c.pulls.values());
         let ends = reading.filter_map(|p| match &p.state {
-            Phase::Reading(_) => Some((p, p.lease_end?)),
+            Phase::Receiving(_) | Phase::Reading(_) => Some((p, p.lease_end?)),
             _ => None,
         });
         ends.into_iter().all(|(pull, end)| {
@@ -103,33 +129,71 @@ impl State {
 
     fn in_time(&self, w: &World) -> bool {
         let mut pulls = self.consumers.iter().flat_map(|c| c.pulls.values());
-        pulls.all(|p| self.now <= p.deadline + w.grace())
+        pulls.all(|p| self.now <= p.deadline + w.grace() * if p.push { 2 } else { 1 })
+    }
+
+    fn granted_is_lent(&self) -> bool {
+        let own = self.producers.iter().flat_map(|p| p.writes.values().chain(p.orphans.iter().map(|(_, write)| write)));
+        own.into_iter().all(|write| {
+            let Some(c) = self.consumers.get(write.consumer) else { return true };
+            let lives = crate::world::ranks().zip(c.ranks);
+            let there = lives.into_iter().any(|life| write.targets.contains(&life));
+            !there || c.loans.get(&write.to).is_some_and(|loan| loan.pull == write.pull)
+        })
+    }
+
+    fn source_is_kept(&self, p: &Producer) -> bool {
+        p.writes.iter().all(|((rank, push), write)| {
+            let open = self.leases.get(write.lease).is_none_or(|told| told.closes == 0);
+            open || p.doubts.get(push).is_some_and(|doubt| doubt.ranks.contains(rank))
+        })
     }
 
     /// Something can happen for sure; spares looking at what.
     fn runs(&self) -> bool {
         let waiting = |link: &Link| !link.at_consumer.waiting().is_empty() || !link.at_producer.waiting().is_empty();
         let reads = |c: &Consumer| c.reads.values().any(|read| read.course == Course::Cancelled);
-        self.links.values().any(waiting) || self.consumers.iter().any(reads)
+        let writes = |p: &Producer| p.writes.values().any(|write| write.course == Course::Cancelled);
+        self.links.values().any(|link| link.made != Made::Apart && waiting(link))
+            || self.consumers.iter().any(reads)
+            || self.producers.iter().any(writes)
     }
 
     fn is_over(&self) -> bool {
         let requests = self.pulls.iter().all(|fate| matches!(fate, Fate::Delivered | Fate::Failed | Fate::Gone));
         let bound = self.producers.iter().flat_map(|p| p.open.values());
-        let leases =
-            bound.into_iter().all(|o| matches!(&o.state, Lease::Offered(state) if state.term().end().is_none()));
-        requests && leases && self.consumers.iter().all(nothing_is_lent)
+        // One that was bound before is offered to somebody who knows of it.
+        let first = |state: &Offered| state.fence().attempt == Attempt::FIRST && state.term().end().is_none();
+        let leases = bound.into_iter().all(|o| matches!(&o.state, Lease::Offered(state) if first(state)));
+        requests
+            && leases
+            && self.producers.iter().all(nothing_is_written)
+            && self.consumers.iter().all(|c| self.nothing_is_lent(c))
     }
+
+    /// But for reads and writes that never end, whose blocks are in quarantine.
+    fn nothing_is_lent(&self, c: &Consumer) -> bool {
+        let hangs = |rank, pull| c.reads.get(&(rank, pull)).is_some_and(|r| r.course == Course::Hangs);
+        let writes = |theirs: &Writers, pull: PullId| {
+            let Some(p) = self.producers.get(theirs.producer) else { return false };
+            theirs.ranks.keys().all(|rank| p.writes.iter().any(|((of, _), write)| of == rank && write.pull == pull))
+        };
+        let excused = c.quarantine.iter().all(|(pull, left)| {
+            let ours = left.ours.is_empty() || left.ours.iter().any(|rank| hangs(*rank, *pull));
+            ours && left.theirs.as_ref().is_none_or(|theirs| writes(theirs, *pull))
+        });
+        let loans = c.loans.values().all(|loan| loan.of == LoanOf::Quarantine && c.quarantine.contains_key(&loan.pull));
+        excused && loans && c.reads.values().all(|read| read.course == Course::Hangs)
+    }
+}
+
+/// But for what never ends, which is known to be in doubt.
+fn nothing_is_written(p: &Producer) -> bool {
+    let hangs = p.writes.values().all(|write| write.course == Course::Hangs);
+    let doubts = |(push, doubt): (&PushId, &Doubt)| doubt.ranks.iter().all(|r| p.writes.contains_key(&(*r, *push)));
+    hangs && p.pushes.is_empty() && p.doubts.iter().all(doubts)
 }
 
 fn written_is_lent(c: &Consumer) -> bool {
     c.reads.iter().all(|((_, pull), read)| c.loans.get(&read.to).is_some_and(|loan| loan.pull == *pull))
-}
-
-/// But for reads that never end, whose blocks are in quarantine.
-fn nothing_is_lent(c: &Consumer) -> bool {
-    let hangs = |rank, pull| c.reads.get(&(rank, pull)).is_some_and(|r| r.course == Course::Hangs);
-    let excused = c.quarantine.iter().all(|(pull, (_, ranks))| ranks.iter().any(|rank| hangs(*rank, *pull)));
-    let loans = c.loans.values().all(|loan| loan.of == LoanOf::Quarantine && c.quarantine.contains_key(&loan.pull));
-    excused && loans && c.reads.values().all(|read| read.course == Course::Hangs)
 }

@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use kvferry_geometry::units::RankId;
 use kvferry_proto::lease::Closing;
-use kvferry_proto::names::Fence;
+use kvferry_proto::names::{Attempt, Fence};
+use kvferry_proto::push::PushId;
 use kvferry_proto::rank::PullId;
 use kvferry_proto::request::RankResult;
 
 use crate::consumer::{At, Consumer, Course, How, Phase};
-use crate::network::{End, Link, LinkId, Message, Side, Wire};
-use crate::producer::{Content, Producer};
+use crate::fault::Fault;
+use crate::network::{End, Link, LinkId, Made, Message, Side, Wire};
+use crate::producer::{Content, LatePush, Producer};
 use crate::rules::Rule;
 use crate::world::{Chances, Network, PullPlan, Start, World};
 
@@ -30,6 +32,11 @@ pub struct State {
     pub(crate) leases: Vec<Told>,
     pub(crate) pulls: Vec<Fate>,
     pub(crate) late: Vec<Late>,
+    pub(crate) late_pushes: Vec<LatePush>,
+    /// Attempts for which writers were ordered.
+    pub(crate) ordered: BTreeSet<(usize, Attempt)>,
+    /// Attempts for which a consumer was told who has stopped.
+    pub(crate) over: BTreeSet<(usize, Attempt, usize)>,
     /// Requests that their caller has given up.
     pub(crate) given_up: BTreeSet<PullId>,
     pub(crate) broken: BTreeSet<Rule>,
@@ -44,6 +51,8 @@ pub(crate) struct Told {
     pub(crate) closes: u8,
     /// How often it was said to have been held.
     pub(crate) held: u8,
+    /// Which run of its prefill is the last.
+    pub(crate) run: u8,
     /// Its producer was started again.
     pub(crate) gone: bool,
 }
@@ -119,6 +128,26 @@ pub enum Action {
     Hang(usize, RankId, PullId),
     /// A report comes once more.
     Again(usize),
+    /// Bytes of a rank's write arrive.
+    Write(usize, RankId, PushId),
+    /// A rank's write ends.
+    EndWrite(usize, RankId, PushId, How, Times),
+    /// A rank's write will not end for long.
+    HangWrite(usize, RankId, PushId),
+    /// Bytes of a write arrive whose rank's life is over.
+    WriteLate(usize, usize),
+    /// A writer's report comes once more.
+    ReportAgain(usize),
+    /// A stream's block is final.
+    Ready(usize),
+    /// A stream is complete.
+    Seal(usize),
+    /// A stream's prefill begins anew.
+    Anew(usize),
+    /// A link is begun that no request has asked for.
+    Stray(usize, usize),
+    /// Its consumer hears what the producer has said of itself.
+    Greet(LinkId),
     /// A lease is offered.
     Offer(usize),
     /// A closed lease's block is filled with other bytes.
@@ -149,6 +178,9 @@ impl World {
             leases: vec![Told::default(); self.leases.len()],
             pulls: vec![Fate::Planned; self.pulls.len()],
             late: Vec::new(),
+            late_pushes: Vec::new(),
+            ordered: BTreeSet::new(),
+            over: BTreeSet::new(),
             given_up: BTreeSet::new(),
             broken: BTreeSet::new(),
         };
@@ -169,6 +201,7 @@ impl World {
         s.of_requests(self, out);
         s.of_links(self, out);
         s.of_reads(self, out);
+        s.of_writes(self, out);
         s.of_engines(self, out);
     }
 
@@ -229,7 +262,7 @@ impl State {
             if !self.overdue(n).is_empty() {
                 out.push(Action::Step(Owner::Producer(n)));
             }
-            later |= p.open.values().any(|o| o.state.term().end().is_some_and(|end| end > now));
+            later |= p.open.values().any(|o| o.state.due().is_some_and(|due| due > now));
         }
         for (n, c) in self.consumers.iter().enumerate() {
             let due = c.next_due();
@@ -263,13 +296,14 @@ impl State {
         for (lease, (plan, told)) in w.leases.iter().zip(&self.leases).enumerate() {
             let Some(producer) = self.producers.get(plan.producer) else { continue };
             let before = plan.after.and_then(|before| self.leases.get(before));
-            if told.fence.is_none() && before.is_some_and(|b| b.closes > 0) && producer.lost.is_none() {
+            if told.fence.is_none() && before.is_some_and(|b| b.closes > 0) && producer.is_whole() {
                 out.push(Action::Offer(lease));
             }
             if told.fence.is_some() && told.closes == 0 && !told.gone && self.chances.withdraws > 0 {
                 out.push(Action::Withdraw(lease));
             }
-            let holds = producer.memory.keys().any(|rank| producer.content(*rank, plan.block) == Content::Of(lease));
+            let of = |content| matches!(content, Content::Of(of, _) if of == lease);
+            let holds = producer.memory.keys().any(|rank| of(producer.content(*rank, plan.block)));
             // Of what nobody reads, nobody sees it.
             let read = w.requests().any(|(id, p)| p.lease == lease && self.fate(id) == Some(Fate::Open));
             if told.closes > 0 && holds && read && self.chances.reuses > 0 {
@@ -286,15 +320,25 @@ impl State {
                     plan.is_some_and(|plan| plan.producer == producer)
                 };
                 let linking = c.pulls.iter().filter(|(_, p)| matches!(p.state, Phase::Linking(_)));
-                if !c.roads.contains_key(&producer) && linking.map(|(id, _)| id).any(waits) {
+                let mut doubted = c.quarantine.values().filter_map(|left| left.theirs.as_ref());
+                let here = |l: &Link| (l.consumer, l.producer) == (n, producer) && l.at_consumer.is_up();
+                // Whatever the engines have to say to each other later.
+                let later = doubted.any(|theirs| theirs.producer == producer) && !self.links.values().any(here);
+                let wanted = linking.map(|(id, _)| id).any(waits) || later;
+                let down = self.producers.get(producer).is_none_or(|p| p.down);
+                if !c.roads.contains_key(&producer) && wanted && !down {
                     out.push(Action::Connect(n, producer));
+                }
+                if self.chances.strays > 0 && !down {
+                    out.push(Action::Stray(n, producer));
                 }
             }
         }
         for (id, link) in &self.links {
             for end in [End::Consumer, End::Producer] {
                 let side = link.side(end);
-                let waiting = side.waiting();
+                let hears = end == End::Producer || link.made != Made::Apart;
+                let waiting = if hears { side.waiting() } else { &[] };
                 let ordered = w.network == Network::Ordered;
                 let may = if ordered { waiting.len().min(1) } else { waiting.len() };
                 for index in (0..may).filter(|i| *i == 0 || waiting.get(*i) != waiting.get(*i - 1)) {
@@ -312,6 +356,9 @@ impl State {
             }
             if link.wire == Wire::Whole && self.chances.breaks > 0 {
                 out.push(Action::Break(*id));
+            }
+            if link.made == Made::Apart && link.at_consumer.is_up() {
+                out.push(Action::Greet(*id));
             }
         }
     }
@@ -346,9 +393,59 @@ impl State {
         out.extend((0..self.late.len()).map(Action::Again));
     }
 
+    fn of_writes(&self, w: &World, out: &mut Vec<Action>) {
+        for (n, p) in self.producers.iter().enumerate() {
+            for ((rank, push), write) in &p.writes {
+                let ends = write.course != Course::Hangs;
+                let mut end = |how| {
+                    out.push(Action::EndWrite(n, *rank, *push, how, Times::Once));
+                    if self.chances.echoes > 0 {
+                        out.push(Action::EndWrite(n, *rank, *push, how, Times::Twice));
+                    }
+                };
+                if ends && write.is_complete() {
+                    end(How::Complete);
+                }
+                if ends && write.course == Course::Cancelled {
+                    end(How::Cancelled);
+                }
+                if ends && self.chances.fails > 0 {
+                    end(How::Failed);
+                }
+                if ends && self.chances.hangs > 0 {
+                    end(How::InDoubt);
+                    out.push(Action::HangWrite(n, *rank, *push));
+                }
+                if write.may_arrive() {
+                    out.push(Action::Write(n, *rank, *push));
+                }
+            }
+            let late = p.orphans.iter().enumerate().filter(|(_, (_, write))| write.may_arrive());
+            out.extend(late.map(|(at, _)| Action::WriteLate(n, at)));
+        }
+        out.extend((0..self.late_pushes.len()).map(Action::ReportAgain));
+        for (lease, plan) in w.leases.iter().enumerate() {
+            let Some(p) = self.producers.get(plan.producer).filter(|p| p.is_whole()) else { continue };
+            let Some(stream) = p.open.get(&w.lease_id(lease)).and_then(|open| open.stream) else { continue };
+            match (stream.ready, stream.sealed) {
+                (false, _) => out.push(Action::Ready(lease)),
+                (true, false) => out.push(Action::Seal(lease)),
+                (true, true) => {}
+            }
+            let due = self.overdue(plan.producer).contains(&w.lease_id(lease));
+            if !stream.sealed && self.chances.prefills > 0 && !due {
+                out.push(Action::Anew(lease));
+            }
+        }
+    }
+
     fn of_engines(&self, _: &World, out: &mut Vec<Action>) {
         for (n, p) in self.producers.iter().enumerate() {
             let owner = Owner::Producer(n);
+            if p.down {
+                out.push(Action::Rejoin(owner, RankId::new(0)));
+                continue;
+            }
             if self.chances.producer_restarts > 0 {
                 out.push(Action::Restart(owner));
             }
@@ -439,9 +536,52 @@ impl State {
                 let Late { consumer, rank, pull, result } = self.late.remove(index);
                 self.at(w, consumer).on_pulled(rank, pull, result);
             }
-            _ => self.happens_to_engine(w, action),
+            _ => self.happens_to_writes(w, action),
         }
         self.links.retain(|_, l| l.at_consumer.is_up() || l.at_producer.is_up());
+    }
+
+    fn happens_to_writes(&mut self, w: &World, action: &Action) {
+        let of = |lease: usize| w.leases.get(lease).map_or(0, |plan| plan.producer);
+        match *action {
+            Action::Write(n, rank, push) => self.write(n, rank, push),
+            Action::EndWrite(n, rank, push, how, times) => {
+                match how {
+                    How::Failed => self.chances.fails -= 1,
+                    How::InDoubt => self.chances.hangs -= 1,
+                    How::Complete | How::Cancelled => {}
+                }
+                if times == Times::Twice {
+                    self.chances.echoes -= 1;
+                }
+                self.end_write(w, n, rank, push, (how, times));
+            }
+            Action::HangWrite(n, rank, push) => {
+                self.chances.hangs -= 1;
+                if let Some(write) = self.producers.get_mut(n).and_then(|p| p.writes.get_mut(&(rank, push))) {
+                    write.course = Course::Hangs;
+                }
+            }
+            Action::WriteLate(n, at) => self.write_late(n, at),
+            Action::ReportAgain(index) => self.report_again(w, index),
+            Action::Ready(lease) => self.region_ready(w, of(lease), w.lease_id(lease)),
+            Action::Seal(lease) => self.seal(of(lease), w.lease_id(lease)),
+            Action::Anew(lease) => {
+                self.chances.prefills -= 1;
+                self.begin_anew(w, of(lease), w.lease_id(lease));
+            }
+            Action::Stray(consumer, producer) => {
+                self.chances.strays -= 1;
+                self.link(consumer, producer, Made::Apart);
+            }
+            Action::Greet(link) => {
+                let Some(l) = self.links.get_mut(&link) else { return };
+                l.made = Made::ApartUp;
+                let consumer = l.consumer;
+                self.at(w, consumer).ask_for_evidence(link, w.is(Fault::OldManifest));
+            }
+            _ => self.happens_to_engine(w, action),
+        }
     }
 
     fn happens_to_engine(&mut self, w: &World, action: &Action) {
@@ -483,15 +623,15 @@ impl State {
                 self.chances.consumer_ranks -= 1;
                 self.at(w, n).lose_rank(rank);
             }
-            Action::Rejoin(Owner::Producer(n), _) => self.rejoin_producer_rank(n),
+            Action::Rejoin(Owner::Producer(n), rank) => self.rejoin_producer_rank(w, n, rank),
             Action::Rejoin(Owner::Consumer(n), rank) => self.at(w, n).rejoin_rank(rank),
             _ => {}
         }
     }
 
-    /// A link is made and greeted; those who have waited ask.
-    fn connect(&mut self, w: &World, consumer: usize, producer: usize) {
-        let (Some(c), Some(p)) = (self.consumers.get_mut(consumer), self.producers.get(producer)) else { return };
+    /// Begins a link: the producer has said who it is.
+    fn link(&mut self, consumer: usize, producer: usize, made: Made) -> Option<LinkId> {
+        let (c, p) = (self.consumers.get(consumer)?, self.producers.get(producer)?);
         self.last_link += 1;
         let id = LinkId(self.last_link);
         let link = Link {
@@ -499,12 +639,23 @@ impl State {
             producer,
             consumer_epoch: c.epoch,
             producer_epoch: p.epoch,
+            consumer_ranks: c.ranks,
+            producer_ranks: p.ranks,
+            made,
             up: self.now,
             wire: Wire::Whole,
             at_consumer: Side::Up(Vec::new()),
             at_producer: Side::Up(Vec::new()),
         };
         self.links.insert(id, link);
+        Some(id)
+    }
+
+    /// A link is made and greeted; those who have waited ask, after what has been left in quarantine was asked about.
+    fn connect(&mut self, w: &World, consumer: usize, producer: usize) {
+        let Some(id) = self.link(consumer, producer, Made::Road) else { return };
+        self.at(w, consumer).ask_for_evidence(id, true);
+        let Some(c) = self.consumers.get_mut(consumer) else { return };
         c.roads.insert(producer, id);
         let waits = |pull: &PullId| {
             let lease = w.plan(*pull).and_then(|plan| w.leases.get(plan.lease));
@@ -523,6 +674,10 @@ impl State {
         let Some(message) = l.take(end, index) else { return };
         match message {
             Message::Bind(bind) => self.on_bind(w, producer, link, &bind),
+            Message::PushBind(push) => self.on_push_bind(w, producer, link, push),
+            Message::Stop(stop) => self.on_stop(w, producer, link, &stop),
+            Message::Written(written) => self.at(w, consumer).on_written(link, written),
+            Message::Stopped(stopped) => self.at(w, consumer).on_stopped(link, &stopped),
             Message::Release(release) => self.on_release(w, producer, link, &release),
             Message::Heartbeat(beat) => self.on_heartbeat(w, producer, link, beat),
             Message::BindAnswer(answer) => self.at(w, consumer).on_bind_answer(link, answer),

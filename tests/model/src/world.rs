@@ -18,6 +18,9 @@ use crate::fault::Fault;
 /// Ranks of every engine.
 pub const RANKS: u32 = 2;
 
+/// Which life each rank of an engine is in.
+pub(crate) type Lives = [u8; RANKS as usize];
+
 /// The engines of a world could not be described: in geometry's words.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the engines of a world can't be described: {0}")]
@@ -58,6 +61,8 @@ pub struct LeasePlan {
     pub ttl: Option<u64>,
     /// Offered when this other lease has been closed; `None`: from the beginning.
     pub after: Option<usize>,
+    /// Whether it is announced while it is still being computed.
+    pub stream: bool,
 }
 
 /// When a request begins.
@@ -86,6 +91,8 @@ pub struct PullPlan {
     pub attempts: u32,
     /// When it begins.
     pub start: Start,
+    /// Whether it is pushed.
+    pub push: bool,
 }
 
 /// How often each thing may still happen.
@@ -97,9 +104,9 @@ pub struct Chances {
     pub losses: u8,
     /// A control message comes once more ([`Network::Anyhow`]).
     pub repeats: u8,
-    /// A rank's read fails, and has stopped.
+    /// A rank's read or write fails, and has stopped.
     pub fails: u8,
-    /// A rank's read never ends; its bytes may still come.
+    /// A rank's read or write never ends; its bytes may still come.
     pub hangs: u8,
     /// A rank's report comes once more.
     pub echoes: u8,
@@ -117,6 +124,10 @@ pub struct Chances {
     pub consumer_ranks: u8,
     /// A closed lease's block is filled with other bytes.
     pub reuses: u8,
+    /// The prefill of a stream begins anew.
+    pub prefills: u8,
+    /// A link comes about that no request has asked for, which its consumer hears of later.
+    pub strays: u8,
 }
 
 /// The times of all owners, in seconds; `LeaseTerms` and `grace` of the session's configuration.

@@ -3,10 +3,14 @@
 use std::time::Duration;
 
 use kvferry_proto::peer::{Heartbeat, HeartbeatAnswer, Left};
+use kvferry_proto::rank::PullId;
 
-use super::At;
+use super::{At, Phase};
 use crate::fault::Fault;
 use crate::network::{LinkId, Message};
+use crate::producer::{Lease, Then};
+use crate::rules::Rule;
+use crate::world::Network;
 
 /// Heartbeats of a link whose answers are awaited, at most.
 const MAX_AWAITED: usize = 4;
@@ -56,6 +60,7 @@ impl At<'_> {
         for (id, left) in pulls.into_iter().zip(answer.left) {
             let end = match left {
                 Left::Closed => {
+                    self.note_closed(id);
                     self.stop_reading(id);
                     continue;
                 }
@@ -68,6 +73,25 @@ impl At<'_> {
                     _ => None,
                 };
             }
+        }
+    }
+
+    /// The rule about what a request is stopped for.
+    fn note_closed(&mut self, id: PullId) {
+        let Some(pull) = self.pull(id).filter(|p| matches!(p.state, Phase::Receiving(_) | Phase::Reading(_))) else {
+            return;
+        };
+        let lease = pull.fence.lease;
+        let now = self.s.now;
+        let open = self.s.producers.iter().find_map(|p| p.open.get(&lease));
+        // Timers are late by less than a second.
+        let ends = open.is_none_or(|open| match &open.state {
+            Lease::Stopping { then: Then::Close(_), .. } => true,
+            Lease::Stopping { bound, .. } | Lease::Bound(bound, _) => bound.term().is_over(now),
+            Lease::Offered(state) => state.term().is_over(now),
+        });
+        if !ends && self.w.network == Network::Ordered {
+            self.s.broken.insert(Rule::ClosedIsClosed);
         }
     }
 }

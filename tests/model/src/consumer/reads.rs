@@ -46,6 +46,8 @@ pub enum How {
     Failed,
     /// It was told to stop, and has.
     Cancelled,
+    /// Nobody knows whether it has; of writes.
+    InDoubt,
 }
 
 fn report(sources: &[RankId]) -> RankResult {
@@ -74,9 +76,11 @@ impl At<'_> {
     pub(super) fn read(&mut self, id: PullId, granted: Granted) {
         let (w, number) = (self.w, self.number);
         let Some(engine) = w.consumers.get(number) else { return };
-        let (Some(from), Some(plan)) = (block_of(granted.groups()), w.plan(id)) else { return };
+        let Some(plan) = w.plan(id) else { return };
         let Some(pull) = self.pull(id) else { return };
-        let attempt = pull.attempt;
+        let (attempt, pushed) = (pull.attempt, pull.push);
+        // What was written is there.
+        let Some(from) = block_of(granted.groups()).or(pushed.then_some(0)) else { return };
         let (_, Some(map)) = w.map(engine, pull.fence.lease, attempt) else { return };
         let producer = w.leases.get(plan.lease).map_or(0, |l| l.producer);
         let reading = granted.read(map);
@@ -92,9 +96,13 @@ impl At<'_> {
                 absent.push(rank);
                 continue;
             }
-            c.memory.retain(|(of, block, _), _| (*of, *block) != (rank, plan.block));
-            let left: Vec<RankId> = map.sources_of(rank).collect();
-            let read = Read { attempt, producer, from, to: plan.block, left, done: Vec::new(), course: Course::Runs };
+            let (mut left, mut done): (Vec<RankId>, _) = (map.sources_of(rank).collect(), Vec::new());
+            if pushed {
+                std::mem::swap(&mut left, &mut done);
+            } else {
+                c.memory.retain(|(of, block, _), _| (*of, *block) != (rank, plan.block));
+            }
+            let read = Read { attempt, producer, from, to: plan.block, left, done, course: Course::Runs };
             let before = c.reads.iter().any(|((_, pull), read)| *pull == id && read.attempt != attempt);
             c.reads.insert((rank, id), read);
             if before {
@@ -131,6 +139,7 @@ impl At<'_> {
                 report(&all)
             }
             How::Failed => Err(fault(Stage::Read, false)),
+            How::InDoubt => Err(fault(Stage::Read, true)),
             How::Cancelled => Err(fault(Stage::Cancelled, false)),
         };
         self.on_pulled(rank, id, result.clone());

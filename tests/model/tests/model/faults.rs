@@ -3,6 +3,7 @@
 use kvferry_model::{Chances, Fault, LeasePlan, PullPlan, Rule, Shape, Start, World};
 
 use crate::checked::breaks;
+use crate::pushes::{PUSH, STREAM};
 use crate::worlds::{LEASE, NONE, PULL, anyhow, world};
 
 const REUSE: Chances = Chances { reuses: 1, ..NONE };
@@ -156,4 +157,125 @@ fn one_reference_twice_needs_ordered_links() {
 #[test]
 fn a_report_that_comes_twice_needs_one_attempt() {
     breaks(two_attempts(Chances { fails: 1, echoes: 1, ..NONE }), Rule::WrittenIsLent);
+}
+
+/// One push.
+fn push(chances: Chances) -> World {
+    world("one push", Shape::Split, &[LEASE], &[PUSH], chances)
+}
+
+/// One stream that is pushed.
+fn stream(chances: Chances) -> World {
+    world("a stream", Shape::Split, &[STREAM], &[PUSH], chances)
+}
+
+/// One push of two attempts.
+fn push_twice(chances: Chances) -> World {
+    world("another attempt to push", Shape::Replicated, &[LEASE], &[PullPlan { attempts: 2, ..PUSH }], chances)
+}
+
+#[test]
+fn writers_are_counted() {
+    breaks(push(Chances { echoes: 1, ..NONE }).with(Fault::CountWriters), Rule::DeliveredIsRight);
+    breaks(push(Chances { echoes: 1, ..NONE }).with(Fault::CountWriters), Rule::GrantedIsLent);
+}
+
+#[test]
+fn writers_are_not_waited_for() {
+    breaks(push(Chances { aborts: 1, ..NONE }).with(Fault::StoppedTooEarly), Rule::StoppedIsOver);
+    breaks(push(Chances { aborts: 1, ..NONE }).with(Fault::StoppedTooEarly), Rule::GrantedIsLent);
+}
+
+#[test]
+fn a_grant_that_comes_after_its_stop() {
+    let chances = Chances { breaks: 1, ..NONE };
+    breaks(push(chances).with(Fault::OfferStaysOpen), Rule::StoppedIsOver);
+    breaks(push(chances).with(Fault::OfferStaysOpen), Rule::GrantedIsLent);
+}
+
+#[test]
+fn a_grant_of_the_next_attempt_that_comes_after_its_stop() {
+    let chances = Chances { breaks: 1, fails: 1, ..NONE };
+    breaks(push_twice(chances).with(Fault::NextAttemptMayCome), Rule::StoppedIsOver);
+    breaks(push_twice(chances).with(Fault::NextAttemptMayCome), Rule::GrantedIsLent);
+}
+
+#[test]
+fn a_prefill_begins_anew_by_the_same_attempt() {
+    breaks(stream(Chances { prefills: 1, ..NONE }).with(Fault::AttemptAgain), Rule::AttemptOnce);
+}
+
+#[test]
+fn a_prefill_that_begins_anew_does_not_wait() {
+    breaks(stream(Chances { prefills: 1, ..NONE }).with(Fault::SkipDrain), Rule::DrainedBeforeNext);
+}
+
+#[test]
+fn a_release_ends_what_is_written() {
+    breaks(push(Chances { aborts: 1, ..NONE }).with(Fault::ReleaseEndsAll), Rule::SourceIsKept);
+}
+
+#[test]
+fn beats_end_while_a_prefill_is_drained() {
+    let lease = LeasePlan { ttl: Some(2), ..STREAM };
+    let push = PullPlan { deadline: 2, ..PUSH };
+    let world = world("a stream that ends", Shape::Split, &[lease], &[push], Chances { prefills: 1, ..NONE });
+    breaks(world.with(Fault::BeatsEndWhileDraining), Rule::ClosedIsClosed);
+}
+
+#[test]
+fn a_prefill_is_offered_to_nobody() {
+    breaks(stream(Chances { prefills: 1, aborts: 1, ..NONE }).with(Fault::ReopenForNobody), Rule::AllEnds);
+}
+
+#[test]
+fn a_writer_that_joins_early_leaves_doubt_for_ever() {
+    breaks(push(Chances { producer_ranks: 1, ..NONE }).with(Fault::WriterInDoubtForEver), Rule::AllEnds);
+}
+
+#[test]
+fn what_has_stopped_is_told_on_one_link() {
+    breaks(push(Chances { aborts: 1, breaks: 1, ..NONE }).with(Fault::ToldOnOneLink), Rule::AllEnds);
+}
+
+#[test]
+fn what_is_given_up_is_free_while_it_is_written() {
+    breaks(push(Chances { aborts: 1, ..NONE }).with(Fault::StopForgotten), Rule::GrantedIsLent);
+}
+
+#[test]
+fn a_lost_link_frees_what_is_written() {
+    breaks(push(Chances { breaks: 1, ..NONE }).with(Fault::LinkLossIsEvidence), Rule::GrantedIsLent);
+}
+
+#[test]
+fn time_frees_what_is_written() {
+    breaks(push(NONE).with(Fault::TimeIsEvidence), Rule::GrantedIsLent);
+}
+
+#[test]
+fn writers_in_doubt_are_ignored() {
+    breaks(push(Chances { hangs: 1, aborts: 1, ..NONE }).with(Fault::DoubtIgnored), Rule::GrantedIsLent);
+}
+
+#[test]
+fn evidence_is_taken_for_that_of_another_request() {
+    let again = PullPlan { start: Start::After(0), block: 1, ..PUSH };
+    let world = world("one reference pushed twice", Shape::Split, &[LEASE], &[PUSH, again], NONE);
+    breaks(world.with(Fault::EvidenceForAnother), Rule::AllEnds);
+}
+
+#[test]
+fn evidence_is_asked_for_on_new_links_only() {
+    let chances = Chances { strays: 1, breaks: 1, ..NONE };
+    breaks(push(chances).with(Fault::AskedOnNewLinksOnly), Rule::AllEnds);
+}
+
+#[test]
+fn old_news_counts_as_a_later_life() {
+    let second = LeasePlan { after: Some(0), ..LEASE };
+    let push = PullPlan { lease: 1, start: Start::Anytime, ..PUSH };
+    let chances = Chances { strays: 1, producer_ranks: 1, ..NONE };
+    let world = world("old news of a producer", Shape::Split, &[LEASE, second], &[push], chances);
+    breaks(world.with(Fault::OldManifest), Rule::GrantedIsLent);
 }

@@ -3,4 +3,5 @@
 
 mod checked;
 mod faults;
+mod pushes;
 mod worlds;

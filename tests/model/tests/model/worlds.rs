@@ -18,13 +18,15 @@ pub(crate) const NONE: Chances = Chances {
     producer_ranks: 0,
     consumer_ranks: 0,
     reuses: 0,
+    prefills: 0,
+    strays: 0,
 };
 
 /// Without an end, from the beginning.
-pub(crate) const LEASE: LeasePlan = LeasePlan { producer: 0, block: 0, ttl: None, after: None };
+pub(crate) const LEASE: LeasePlan = LeasePlan { producer: 0, block: 0, ttl: None, after: None, stream: false };
 /// At once, in two seconds, by one attempt.
 pub(crate) const PULL: PullPlan =
-    PullPlan { consumer: 0, lease: 0, block: 0, deadline: 2, attempts: 1, start: Start::First };
+    PullPlan { consumer: 0, lease: 0, block: 0, deadline: 2, attempts: 1, start: Start::First, push: false };
 
 pub(crate) fn world(
     name: &'static str,
@@ -45,7 +47,7 @@ pub(crate) fn anyhow(mut world: World) -> World {
 }
 
 /// Explores a world; with `KVFERRY_MODEL_DEPTH=2`, also the one in which more may happen.
-fn explore(world: World, more: Chances) {
+pub(crate) fn explore(world: World, more: Chances) {
     let larger = std::env::var("KVFERRY_MODEL_DEPTH").is_ok_and(|depth| depth.parse::<u8>().is_ok_and(|d| d > 1));
     if larger {
         let mut world = world.clone();
