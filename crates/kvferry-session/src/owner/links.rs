@@ -3,268 +3,26 @@
 //! Who has connected speaks first. Engines that have met before greet by digests; a manifest that one side has forgotten is asked
 //! for and comes before anything else does.
 
-use super::{BTreeMap, Digest, Duration, Effect, EngineId, Fence, LinkId, OwnerSession};
+use super::{Duration, Effect, EngineId, LinkId, OwnerSession};
 use std::sync::Arc;
 
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_proto::handshake::{
-    Abilities, Again, Allowed, Established, Expected, Greeting, Hello, HelloMismatch, Lacking, Met, Refusal, Versions,
+    Again, Allowed, Established, Expected, Greeting, Hello, HelloMismatch, Met, Refusal, Versions,
 };
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
 
 use super::roads::RoadId;
-use super::timers::Timers;
 use crate::outcome::FailureCause;
 use crate::pairing::{Acquaintance, Direction, PairingError};
 
 mod keep;
+mod table;
 
-#[derive(Debug)]
-enum Stage {
-    /// The driver connects.
-    Connecting,
-    /// Connected, while our own ranks have not all joined, or until the other end has spoken first. What it has said.
-    Waiting(Option<First>),
-    /// Our hello is sent.
-    Greeting(Greeting),
-    /// Both hellos are in order, and the peer's manifest is on its way.
-    Lacking(Lacking),
-    /// Both hellos are in order.
-    Up(Established),
-}
-
-/// What the other end has said first.
-#[derive(Debug)]
-enum First {
-    Hello(Box<Hello>),
-    Again(Again),
-}
-
-#[derive(Debug)]
-struct Link {
-    stage: Stage,
-    /// Where it leads, if it was us who connected.
-    road: Option<RoadId>,
-    /// For whom its credentials stand.
-    proven: Option<Arc<Allowed>>,
-    /// The manifest of ours that the peer knows, once it was greeted.
-    ours: Option<Digest>,
-    /// Whether we have greeted by digests only.
-    briefly: bool,
-    /// Whether the peer was sent our manifest because it had asked.
-    supplied: bool,
-    began: Duration,
-    /// When our hello was sent first: what the peer says of itself in answer is not older.
-    greeted: Option<Duration>,
-    /// When it came up.
-    up: Duration,
-    /// When something was asked or answered on it last, but for beats.
-    used: Duration,
-    /// Binds whose answers nobody waits for any more: they come in order, before those of later binds of the same.
-    owed: BTreeMap<Fence, u32>,
-    /// What its peer has said that can't be true.
-    contradictions: u32,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct Links {
-    last: u64,
-    links: BTreeMap<LinkId, Link>,
-    /// When a link must be up, or is looked at whether it is still of use.
-    due: Timers<LinkId>,
-    known: BTreeMap<Digest, Acquaintance>,
-    manifests: Remembered,
-}
-
-/// Manifests of engines that we have met, with or without a link.
-#[derive(Debug, Default)]
-struct Remembered {
-    count: u64,
-    by_digest: BTreeMap<Digest, (u64, Arc<EngineManifest>)>,
-}
-
-impl Remembered {
-    fn get(&self, digest: Digest) -> Option<Arc<EngineManifest>> {
-        self.by_digest.get(&digest).map(|(_, m)| m.clone())
-    }
-
-    fn note(&mut self, manifest: &Arc<EngineManifest>, limit: usize) {
-        self.count += 1;
-        // One for each engine: its former life is of no use.
-        self.by_digest.retain(|_, (_, m)| m.engine() != manifest.engine());
-        self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
-        while self.by_digest.len() > limit {
-            let Some(oldest) = self.by_digest.iter().min_by_key(|(_, (count, _))| *count).map(|(d, _)| *d) else {
-                return;
-            };
-            self.by_digest.remove(&oldest);
-        }
-    }
-}
-
-/// What a link is, for whoever wants to see it.
-pub(super) struct LinkView<'a> {
-    pub(super) link: LinkId,
-    pub(super) stage: &'static str,
-    pub(super) peer: Option<&'a Arc<EngineManifest>>,
-    pub(super) version: Option<u16>,
-    pub(super) road: Option<RoadId>,
-    pub(super) since: Duration,
-}
-
-impl Links {
-    fn add(&mut self, stage: Stage, road: Option<RoadId>, now: Duration, deadline: Duration) -> LinkId {
-        self.last += 1;
-        let id = LinkId(self.last);
-        let link = Link {
-            stage,
-            road,
-            proven: None,
-            ours: None,
-            briefly: false,
-            supplied: false,
-            began: now,
-            greeted: None,
-            up: now,
-            used: now,
-            owed: BTreeMap::new(),
-            contradictions: 0,
-        };
-        self.links.insert(id, link);
-        self.due.set(id, deadline);
-        id
-    }
-
-    fn established(&self, link: LinkId) -> Option<&Established> {
-        match &self.links.get(&link)?.stage {
-            Stage::Up(established) => Some(established),
-            _ => None,
-        }
-    }
-
-    /// The peer at the other end, if both hellos are in order.
-    pub(super) fn peer(&self, link: LinkId) -> Option<&Arc<EngineManifest>> {
-        self.established(link).map(|e| &e.peer)
-    }
-
-    /// Whether both ends can do something.
-    pub(super) fn has(&self, link: LinkId, ability: Abilities) -> bool {
-        self.established(link).is_some_and(|e| e.abilities.has(ability))
-    }
-
-    /// Whether both ends know heartbeats, notices and further attempts.
-    pub(super) fn knows_leases(&self, link: LinkId) -> bool {
-        self.established(link).is_some_and(|e| e.version >= Versions::LEASES)
-    }
-
-    /// When its peer was asked who it is, if it was asked: what it has said of itself is not older.
-    pub(super) fn asked(&self, link: LinkId) -> Option<Duration> {
-        if self.knows_leases(link) { self.links.get(&link)?.greeted } else { None }
-    }
-
-    /// Those that are up and lead to an engine that pushes, whoever has made them.
-    pub(super) fn pushing_to(&self, engine: &EngineId) -> Vec<LinkId> {
-        let pushes = |e: &Established| e.peer.engine() == engine && e.abilities.has(Abilities::PUSH);
-        let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if pushes(e));
-        self.links.iter().filter(|(_, l)| leads(l)).map(|(id, _)| *id).collect()
-    }
-
-    /// A bind was sent over a link, and nobody waits for its answer any more.
-    pub(super) fn owe(&mut self, link: LinkId, fence: Fence) {
-        if let Some(l) = self.links.get_mut(&link) {
-            *l.owed.entry(fence).or_default() += 1;
-        }
-    }
-
-    /// Whether an answer is one that nobody waits for.
-    pub(super) fn settle_owed(&mut self, link: LinkId, fence: &Fence) -> bool {
-        let Some(l) = self.links.get_mut(&link) else { return false };
-        let Some(count) = l.owed.get_mut(fence) else { return false };
-        *count -= 1;
-        if *count == 0 {
-            l.owed.remove(fence);
-        }
-        true
-    }
-
-    /// Counts a contradiction; gives whether there were too many.
-    pub(super) fn contradicts(&mut self, link: LinkId) -> bool {
-        let Some(l) = self.links.get_mut(&link) else { return false };
-        l.contradictions = l.contradictions.saturating_add(1);
-        l.contradictions > MAX_CONTRADICTIONS
-    }
-
-    pub(super) fn exists(&self, link: LinkId) -> bool {
-        self.links.contains_key(&link)
-    }
-
-    /// Whether we have greeted by digests.
-    fn is_brief(&self, link: LinkId) -> bool {
-        self.links.get(&link).is_some_and(|l| l.briefly)
-    }
-
-    /// Since when its peer may have been another, and which manifest of ours it knows.
-    pub(super) fn standing(&self, link: LinkId) -> Option<(Duration, Option<Digest>)> {
-        let l = self.links.get(&link)?;
-        // A neighbour of version 2 says its hello without waiting for ours.
-        let heard = if self.knows_leases(link) { l.greeted } else { None };
-        Some((heard.unwrap_or(l.began), l.ours))
-    }
-
-    pub(super) fn used(&mut self, link: LinkId, now: Duration) {
-        if let Some(l) = self.links.get_mut(&link) {
-            l.used = now;
-        }
-    }
-
-    pub(super) fn next_due(&self) -> Option<Duration> {
-        self.due.next()
-    }
-
-    /// What is known of pairs of engines is computed anew: our own manifest is another.
-    pub(super) fn forget_pairings(&mut self) {
-        self.known.clear();
-    }
-
-    pub(super) fn views(&self) -> impl Iterator<Item = LinkView<'_>> {
-        self.links.iter().map(|(id, l)| {
-            let (stage, established) = match &l.stage {
-                Stage::Connecting => ("connecting", None),
-                Stage::Waiting(None) if l.road.is_none() => ("waiting for the peer's hello", None),
-                Stage::Waiting(_) => ("waiting for this engine's ranks", None),
-                Stage::Greeting(_) => ("waiting for the peer's hello", None),
-                Stage::Lacking(_) => ("waiting for the peer's manifest", None),
-                Stage::Up(e) => ("up", Some(e)),
-            };
-            let (peer, version) = (established.map(|e| &e.peer), established.map(|e| e.version));
-            LinkView { link: *id, stage, peer, version, road: l.road, since: l.up }
-        })
-    }
-
-    /// Whether there is no link, and nothing is kept of any but manifests.
-    #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
-        self.links.is_empty() && self.due.is_empty() && self.known.is_empty()
-    }
-
-    /// Whether a manifest is remembered, with or without a link.
-    #[cfg(test)]
-    pub(super) fn remembers(&self, digest: Digest) -> bool {
-        self.manifests.get(digest).is_some()
-    }
-
-    /// As if the engines met since had been too many.
-    #[cfg(test)]
-    pub(super) fn forget_manifests(&mut self) {
-        self.manifests = Remembered::default();
-    }
-
-    fn is_known_elsewhere(&self, digest: Digest) -> bool {
-        self.links.values().any(|l| matches!(&l.stage, Stage::Up(e) if e.peer.digest() == digest))
-    }
-}
+use table::{First, Link, Remembered, Stage};
+pub(super) use table::{LinkView, Links};
 
 impl OwnerSession {
     /// `took`: how long it is there already.
@@ -614,9 +372,6 @@ impl OwnerSession {
         Some((peer, direction))
     }
 }
-
-/// What a peer may say that can't be true, before its link is given up.
-const MAX_CONTRADICTIONS: u32 = 16;
 
 /// Whether a link is of use is not looked at more often.
 const SHORTEST_IDLE: Duration = Duration::from_millis(1);
