@@ -17,6 +17,7 @@ use kvferry_proto::manifest::{EngineManifest, RankContact};
 use kvferry_proto::names::{EngineId, Epoch, ModelIdentity};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::wire::{FrameReader, decode_peer, encode_peer};
+use kvferry_session::owner::Mode;
 
 fn main() {
     let rounds = number("KVFERRY_BENCH_ROUNDS", 9);
@@ -81,13 +82,22 @@ impl Lap {
 }
 
 fn requests(rounds: usize, count: usize) {
-    println!("requests of 3 blocks, 2 layers, through two sessions in one thread, 64 at a time; median of {rounds}\n");
     println!(
-        "| ranks | us a request | owner P | owner D | ranks P | ranks D | requests/s of one core |\n|---|---|---|---|---|---|---|"
+        "requests of 3 blocks, 2 layers, pulled and pushed through two sessions in one thread, 64 at a time; median of {rounds}\n"
     );
-    for (p, d) in [(1, 1), (2, 2), (2, 1), (4, 8)] {
+    println!("| ranks | | us a request | owner P | owner D | ranks P | ranks D | frames | requests/s of one core |");
+    println!("|---|---|---|---|---|---|---|---|---|");
+    let modes = [("pull", Mode::Pull), ("push", Mode::Push { progress: false })];
+    for ((p, d), (what, mode)) in
+        [(1, 1), (2, 2), (2, 1), (4, 8)].into_iter().flat_map(|ranks| modes.map(|mode| (ranks, mode)))
+    {
         let blocks = 3 * 64;
         let mut pair = Pair::new(shape(2, 32, p, blocks), shape(2, 32, d, blocks));
+        // The first one makes the link.
+        let fence = pair.p.offer(u128::MAX, listed(&[0]), Duration::ZERO);
+        pair.d.pull(mode, fence, 16, wanted(&[0]), Duration::ZERO);
+        pair.settle(Duration::ZERO);
+        (pair.frames, pair.d.ended) = Default::default();
         let (mut walls, mut parts) = (Vec::new(), Vec::new());
         let (mut lease, mut clock) = (0u128, 0);
         for _ in 0..rounds {
@@ -100,7 +110,7 @@ fn requests(rounds: usize, count: usize) {
                     lease += 1;
                     let ids = [3 * n, 3 * n + 2, 3 * n + 1];
                     let fence = pair.p.offer(lease, listed(&ids), now);
-                    pair.d.pull(fence, 48, wanted(&ids), now);
+                    pair.d.pull(mode, fence, 48, wanted(&ids), now);
                 }
                 pair.settle(now);
             }
@@ -112,7 +122,8 @@ fn requests(rounds: usize, count: usize) {
         let of = |i: usize| median(parts.iter().map(|p: &[Duration; 4]| p[i]).collect()) * 1e6 / each;
         let wall = median(walls) * 1e6 / each;
         let row: Vec<String> = (0..4).map(|i| format!("{:.2}", of(i))).collect();
-        println!("| {p} to {d} | {wall:.2} | {} | {:.0} |", row.join(" | "), 1e6 / wall);
+        let frames = pair.frames as f64 / (each * rounds as f64);
+        println!("| {p} to {d} | {what} | {wall:.2} | {} | {frames:.2} | {:.0} |", row.join(" | "), 1e6 / wall);
     }
     println!();
 }

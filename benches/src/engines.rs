@@ -13,7 +13,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::Assurance;
-use kvferry_session::owner::{Effect, LinkId, Mode, PullWish, RankLinkId, USUAL_PRIORITY};
+use kvferry_session::owner::{Effect, FailurePolicy, LinkId, Mode, PullWish, RankLinkId, USUAL_PRIORITY};
 use kvferry_session::rank::RankIdentity;
 use kvferry_session::{LocalCache, OwnerConfig, OwnerSession, RankSession, Ttl};
 use kvferry_transport::mem::MemNetwork;
@@ -30,12 +30,27 @@ pub const BLOCK: u64 = 16;
 /// If the shape is unsound.
 #[must_use]
 pub fn shape(items: u32, width: u64, tp: u32, blocks: u32) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
+    shape_of_blocks(items, width, tp, blocks, BLOCK)
+}
+
+/// The same with blocks of `block` tokens.
+///
+/// # Panics
+/// If the shape is unsound.
+#[must_use]
+pub fn shape_of_blocks(
+    items: u32,
+    width: u64,
+    tp: u32,
+    blocks: u32,
+    block: u64,
+) -> (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>) {
     let kv = PagedItem::new(8, vec![Component::new("k", width, "bf16"), Component::new("v", width, "bf16")]);
     let items = (0..items).map(|i| Item::paged(&format!("model.layers.{i}.self_attn.attn"), kv.clone())).collect();
     let spec = ModelSpec::new(items).expect("a sound spec");
     let ids: Vec<ItemId> = spec.iter().map(|i| i.0).collect();
-    let block = u32::try_from(BLOCK).expect("a small number");
-    let group = CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(BLOCK) };
+    let group = CacheGroup { name: "kv".into(), items: ids.clone(), block_tokens: Tokens::new(block) };
+    let block = u32::try_from(block).expect("a small number");
     let placed = Parallelism::tensor(&spec, tp).place(&spec, |_, _| HeadRule::Split).expect("a sound parallelism");
     let rank = |placement| {
         let layout = LayoutStyle::HND.build(&spec, &placement, &[(&ids, block, blocks)]).expect("a sound layout");
@@ -103,8 +118,8 @@ impl Engine {
         self.owner.offer(LeaseId::new(lease), offer, Ttl::Usual, now).expect("it can be offered")
     }
 
-    /// Asks for blocks.
-    pub fn pull(&mut self, fence: Fence, tokens: u64, groups: Vec<DstGroup>, now: Duration) {
+    /// Asks for blocks, to be pulled or pushed.
+    pub fn pull(&mut self, mode: Mode, fence: Fence, tokens: u64, groups: Vec<DstGroup>, now: Duration) {
         let wish = PullWish {
             address: "there".into(),
             fence,
@@ -114,8 +129,8 @@ impl Engine {
             assurance: Assurance::Fenced,
             deadline: Duration::from_secs(60),
             priority: USUAL_PRIORITY,
-            attempts: 1,
-            mode: Mode::Pull,
+            policy: FailurePolicy::default(),
+            mode,
         };
         self.owner.pull(wish, now);
     }
@@ -168,6 +183,8 @@ pub struct Pair {
     /// The consumer.
     pub d: Engine,
     link: Option<(LinkId, LinkId)>,
+    /// Messages that the owners have said to each other.
+    pub frames: u64,
 }
 
 impl Pair {
@@ -178,7 +195,7 @@ impl Pair {
         d: (ModelSpec, Vec<CacheGroup>, Vec<RankManifest>),
     ) -> Self {
         let network = MemNetwork::new(1);
-        Self { p: Engine::new("p", &network, p), d: Engine::new("d", &network, d), link: None }
+        Self { p: Engine::new("p", &network, p), d: Engine::new("d", &network, d), link: None, frames: 0 }
     }
 
     /// Carries messages both ways until there are none.
@@ -194,11 +211,13 @@ impl Pair {
             let began = thread_cpu();
             for message in self.d.said.drain(..) {
                 any = true;
+                self.frames += 1;
                 self.p.owner.peer_message(theirs, message, now);
             }
             let half = thread_cpu().saturating_sub(began);
             for message in self.p.said.drain(..) {
                 any = true;
+                self.frames += 1;
                 self.d.owner.peer_message(ours, message, now);
             }
             self.p.spent.0 += half;
