@@ -68,7 +68,7 @@ fn main() -> ExitCode {
         Command::PreflightTarget(args) => preflight::run_target(&args),
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
-        Command::Mutants(args) => mutants::run(args),
+        Command::Mutants(args) => mutants::run(&args),
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Soak(args) => soak::run(&args),

@@ -34,6 +34,10 @@ pub(crate) struct Args {
     /// How often a failing world is run to make it smaller; 0 leaves it as it is
     #[arg(long, default_value_t = 400)]
     shrink: u32,
+    /// Plant known faults in a copy of the sessions, those whose names contain one of these words or all: the first 200 seeds must
+    /// find each
+    #[arg(long, value_name = "NAME", num_args = 0..)]
+    mutants: Option<Vec<String>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -65,9 +69,10 @@ const LINES: usize = 120;
 
 /// Succeeds where every invariant held in every world.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    match &args.replay {
-        Some(replay) => again(args, replay),
-        None => soak(args),
+    match (&args.mutants, &args.replay) {
+        (Some(names), _) => crate::mutants::plant("protocol", names),
+        (None, Some(replay)) => again(args, replay),
+        (None, None) => soak(args),
     }
 }
 
