@@ -16,11 +16,14 @@ mod chaos;
 mod crew;
 mod image;
 mod link;
+mod plot;
 mod rank;
 mod report;
 mod scenario;
 mod service;
+mod stream;
 mod sweep;
+mod wire;
 
 pub(crate) use args::Args;
 use crew::Crew;
@@ -85,6 +88,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     });
     runtime.shutdown_timeout(Duration::from_secs(1));
     let summary = summary?;
+    if let (Some(file), Some(streamed)) = (&args.svg, &summary.stream) {
+        std::fs::write(file, plot::svg(&summary, streamed))
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        say(format!("plot: {}", file.display()));
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&summary)?);
     } else {
@@ -95,8 +103,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// Whether what was asked for is there, and makes sense.
 fn check_mode(args: &Args) -> anyhow::Result<()> {
-    if args.mode == args::Mode::Push {
-        bail!("--mode push is not built yet; ask for --mode pull");
+    if args.stream.is_some() && args.mode == args::Mode::Pull {
+        bail!("--stream needs --mode push: who pulls reads what is complete");
     }
     if args.chaos && args.wires(Role::Prefill).has(Wire::Mem) {
         bail!("--chaos kills processes, and with --transport mem all ranks are threads of this one");
@@ -158,6 +166,8 @@ async fn play(args: &Args, scenario: &Arc<Scenario>, say: &impl Fn(String)) -> a
     let service = Arc::new(service);
     crew = if args.chaos {
         play_chaos(args, &service, crew, &mut summary, say).await?
+    } else if args.stream.is_some() {
+        stream::play(args, &service, crew, &mut summary, say).await?
     } else {
         play_twice(args, &service, crew, &mut summary, say).await?
     };

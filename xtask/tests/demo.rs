@@ -96,10 +96,67 @@ fn every_promised_shape_is_proven() {
     assert!(lanes(&summary).iter().all(|l| l.contains("in-process")), "{:?}", lanes(&summary));
 }
 
+/// Hybrids and pipelines on both sides among them.
+#[test]
+fn every_promised_shape_is_pushed() {
+    for (args, bytes) in promised_shapes() {
+        let summary = proven(&format!("{args} --mode push"));
+        assert_eq!((&summary["mode"], summary["bytes"].as_u64()), (&"push".into(), Some(bytes)), "{args}");
+        assert!(summary["phases"]["write"].as_f64().is_some_and(|seconds| seconds > 0.0), "{args}");
+    }
+    for args in HYBRIDS {
+        proven(&format!("{args} --mode push"));
+    }
+}
+
+/// Each layer is written when it is computed, and no earlier: the memory holds other bytes until then.
+#[test]
+fn layers_are_written_while_others_are_computed() {
+    let file = std::env::temp_dir().join(format!("kvferry-demo-{}.svg", std::process::id()));
+    for (shape, layers) in [
+        ("--layers 6 --tokens 400 --prefill tp=2 --decode tp=1", 6),
+        ("--layers 4 --tokens 200 --prefill tp=2,pp=2 --decode tp=2,pp=2 --transport mem", 4),
+        (HYBRIDS[0], 4),
+        ("--model deepseek-v3 --layers 3 --tokens 100 --prefill tp=2,dcp=2 --decode tp=2", 3),
+    ] {
+        let args =
+            format!("{shape} --mode push --stream layers --layer-ms 8 --requests 2 --json --svg {}", file.display());
+        let output = demo(&args).output().unwrap();
+        assert!(output.status.success(), "{args}:\n{}", text(&output));
+        let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&summary["wrong"], &summary["outside"]), (&0.into(), &0.into()), "{args}");
+        let (moved, zeroed) = (summary["bytes"].as_u64().unwrap(), summary["zeroed"].as_u64().unwrap());
+        assert_eq!(summary["verified"].as_u64().unwrap(), moved + zeroed, "{args}");
+        // Computed, by the model, alone.
+        assert_eq!(summary["leases"], serde_json::json!({"offered": 6, "ended": {"read": 6}}), "{args}");
+        let stream = &summary["stream"];
+        let lines = stream["lines"].as_array().unwrap();
+        assert_eq!((stream["layers"].as_u64(), lines.len()), (Some(layers), layers as usize), "{args}");
+        let prefill = stream["prefill_seconds"].as_f64().unwrap();
+        assert!(prefill >= 0.008 * layers as f64, "{stream:#}");
+        // One request's.
+        let bytes: u64 = lines.iter().map(|l| l["bytes"].as_u64().unwrap()).sum();
+        assert_eq!(bytes * 2, moved, "{stream:#}");
+        // What was written was computed before.
+        for line in lines.iter().filter(|l| !l["written"].is_null()) {
+            assert!(line["written"][0].as_f64() > line["computed"][0].as_f64(), "{stream:#}");
+        }
+        let plot = std::fs::read_to_string(&file).unwrap();
+        assert!(plot.starts_with("<svg ") && plot.trim_end().ends_with("</svg>"), "{plot}");
+        assert_eq!(plot.matches("computed").count(), layers as usize, "{plot}");
+    }
+    std::fs::remove_file(file).unwrap();
+}
+
 /// Another seed each time; what fails says it.
 #[test]
 fn ranks_that_are_killed_fail_their_requests_once_and_all_are_delivered() {
-    for shape in ["--prefill tp=4 --decode tp=2", "--prefill tp=2 --decode tp=4"] {
+    for shape in [
+        "--prefill tp=4 --decode tp=2",
+        "--prefill tp=2 --decode tp=4",
+        "--prefill tp=4 --decode tp=2 --mode push",
+        "--prefill tp=2 --decode tp=4 --mode push --stream layers",
+    ] {
         let args = format!("--chaos --layers 2 --tokens 200 {shape} --json");
         let output = demo(&args).output().unwrap();
         assert!(output.status.success(), "{args}:\n{}", text(&output));
@@ -146,7 +203,9 @@ fn proven_over(backend: &str) {
         return kvferry_tests::skip(backend, &why);
     }
     let shapes = promised_shapes().into_iter().map(|(args, bytes)| (args, Some(bytes)));
-    for (args, bytes) in shapes.chain(HYBRIDS.map(|args| (args.to_owned(), None))) {
+    let pushed = ["", " --mode push"];
+    let both = |(args, bytes): (String, _)| pushed.map(|mode| (format!("{args}{mode}"), bytes));
+    for (args, bytes) in shapes.chain(HYBRIDS.map(|args| (args.to_owned(), None))).flat_map(both) {
         let args = format!("{args} --transport {backend}");
         let summary = proven(&args);
         assert!(bytes.is_none_or(|b| summary["bytes"].as_u64() == Some(b)), "{args}: {}", summary["bytes"]);
@@ -204,7 +263,9 @@ fn what_cannot_work_is_refused_before_anything_starts() {
         ("--model no-such-model", "no-such-model"),
         ("--prefill tp=0", "tp"),
         ("--transport tcp", "the transports are shm, mem, ucx and nixl"),
-        ("--mode push", "--mode push is not built yet"),
+        ("--stream layers", "--stream needs --mode push"),
+        ("--mode push --svg x.svg", "--stream"),
+        ("--mode push --stream layers --layer-ms 0", "a layer takes"),
         ("--chaos --transport mem", "all ranks are threads of this one"),
         ("--kills 3", "--chaos"),
         ("--prefill-transport shm --decode-transport ucx", "prefill ranks have shm and decode ranks ucx"),

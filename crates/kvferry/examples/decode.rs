@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::{
-    BlockId, BlockTable, ContentKey, DstPaged, Engine, EngineId, PullError, PullSpec, Reference, Source, Tokens,
+    BlockId, BlockTable, ContentKey, DstPaged, Engine, EngineId, Mode, PullError, PullSpec, Reference, Source, Tokens,
     TransferParams,
 };
 use kvferry_geometry::layout::LayoutStyle;
@@ -50,7 +50,7 @@ async fn main() -> fake::Result<()> {
 async fn answer(decode: Arc<Decode>, request: Value) -> fake::Result<Value> {
     let Request { prompt, kv_transfer_params } = serde_json::from_value(request)?;
     let mut blocks = decode.cache.take(prompt.len())?;
-    let answered = decode.run(&prompt, kv_transfer_params.source(), &mut blocks).await;
+    let answered = decode.run(&prompt, &kv_transfer_params, &mut blocks).await;
     // Whatever came of it, no block is lost.
     decode.cache.give_back(blocks);
     answered
@@ -58,12 +58,12 @@ async fn answer(decode: Arc<Decode>, request: Value) -> fake::Result<Value> {
 
 impl Decode {
     /// Leaves in `blocks` what may be used again.
-    async fn run(&self, prompt: &[u32], from: Source<'_>, blocks: &mut Vec<BlockId>) -> fake::Result<Value> {
-        let how = match from {
-            Source::At(reference) => self.pull(reference, prompt, blocks).await?,
+    async fn run(&self, prompt: &[u32], params: &TransferParams, blocks: &mut Vec<BlockId>) -> fake::Result<Value> {
+        let how = match params.source() {
+            Source::At(reference) => self.pull(reference, params.mode(), prompt, blocks).await?,
             // A reference that was lost on the way is no reason to fail.
             Source::Lost | Source::None => {
-                self.cache.compute(prompt, blocks)?;
+                self.cache.compute(prompt, blocks, 0..prompt.len())?;
                 "computed here: no reference came with the request".to_owned()
             }
         };
@@ -72,17 +72,25 @@ impl Decode {
         Ok(json!({"cache": how, "wrong_bytes": wrong}))
     }
 
-    /// Pulls a prompt's cache into blocks, or computes it where that fails, into others if need be.
-    async fn pull(&self, from: &Reference, prompt: &[u32], blocks: &mut Vec<BlockId>) -> fake::Result<String> {
+    /// Pulls a prompt's cache into blocks, or has it pushed there; or computes it where that fails, into others if need be.
+    async fn pull(
+        &self,
+        from: &Reference,
+        mode: Option<Mode>,
+        prompt: &[u32],
+        blocks: &mut Vec<BlockId>,
+    ) -> fake::Result<String> {
         let group = DstPaged { table: BlockTable::new(0, blocks), cached: Tokens::ZERO };
         let tokens = Tokens::new(prompt.len() as u64);
         let mut pull = PullSpec::new(tokens, vec![group.into()], ContentKey::of(prompt, "", &[]));
         // Later it is quicker to compute it here.
         pull.deadline = Duration::from_secs(5);
+        pull.mode = mode;
+        let how = if matches!(mode, Some(Mode::Push { .. })) { "was pushed" } else { "pulled" };
         let failed = match self.engine.pull(from.clone(), pull).await?.await {
             Ok(delivered) => {
                 let report = delivered.report();
-                return Ok(format!("pulled {} from {} rank pairs", report.bytes(), report.pairs.len()));
+                return Ok(format!("{how} {} from {} rank pairs", report.bytes(), report.pairs.len()));
             }
             Err(PullError::Failed(failed)) => failed,
             Err(error) => {
@@ -92,11 +100,11 @@ impl Decode {
             }
         };
         // Nothing of it may be used. Blocks that a rank may still write are not used again: here they are left alone.
-        if !failed.report.in_doubt.is_empty() {
+        if !failed.report.in_doubt.is_empty() || !failed.report.writers_in_doubt.is_empty() {
             blocks.clear();
             *blocks = self.cache.take(prompt.len())?;
         }
-        self.cache.compute(prompt, blocks)?;
+        self.cache.compute(prompt, blocks, 0..prompt.len())?;
         Ok(format!("computed here: {failed}"))
     }
 }

@@ -42,8 +42,8 @@
 //!
 //! What returns a future does nothing until that is polled for the first time; await it, or spawn it. What happens to a future that is
 //! dropped after that: [`Owner::offer`] and [`Owner::announce`] take the offer back; [`PullHandle`] gives the pull up, which ends when
-//! its ranks have stopped; [`OfferStream`] takes it back if it isn't sealed; [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the same; [`Owner::drain`] has begun
-//! to drain, and shuts down.
+//! its ranks have stopped; what is said of an [`OfferStream`], [`Owner::withdraw`], [`Owner::decline`] and [`Owner::abort`] happen all the
+//! same; [`Owner::drain`] has begun to drain, and shuts down. An [`OfferStream`] that is dropped before it is sealed withdraws its offer.
 //!
 //! # Push
 //!

@@ -179,8 +179,8 @@ struct Shared {
 
 /// An engine's control endpoint: serves its ranks and other engines' owners.
 ///
-/// Dropping it shuts it down as [`shutdown`](Self::shutdown) does, without waiting, once the last [`PullHandle`] is gone
-/// too.
+/// Dropping it shuts it down as [`shutdown`](Self::shutdown) does, without waiting, once the last [`PullHandle`] and
+/// [`OfferStream`] are gone, too.
 #[derive(Debug)]
 pub struct Owner {
     caller: Arc<Caller>,

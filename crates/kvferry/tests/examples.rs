@@ -48,6 +48,22 @@ fn ask(address: &str, request: &Value) -> Value {
 }
 
 #[test]
+fn a_router_can_have_its_requests_pushed() {
+    let prefill = Program::start("prefill", &["127.0.0.1:0"]);
+    let decode = Program::start("decode", &["127.0.0.1:0"]);
+    let router = Program::start("router", &["127.0.0.1:0", &prefill.address, &decode.address, "--push"]);
+    for n in [1u32, 33, 64, 500] {
+        let prompt: Vec<u32> = (0..n).map(|i| i * 7 + n).collect();
+        let answer = ask(&router.address, &json!({"prompt": prompt}));
+        let bytes = n * 2 * 4 * 256;
+        assert_eq!(answer["cache"], format!("was pushed {bytes} B from 4 rank pairs"), "{answer}");
+        assert_eq!(answer["wrong_bytes"], 0);
+        let line = prefill.lines.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
+        assert!(line.starts_with("lease ") && line.ends_with(": read"), "{line}");
+    }
+}
+
+#[test]
 fn a_request_goes_through_the_router_to_both_engines() {
     let prefill = Program::start("prefill", &["127.0.0.1:0"]);
     let decode = Program::start("decode", &["127.0.0.1:0"]);

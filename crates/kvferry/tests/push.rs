@@ -286,7 +286,10 @@ async fn streamed(setup: Setup) {
     drop(stream);
     delivered(pull).await;
     d.check(101, 5);
-    assert_eq!(progress.next().await, None);
+    // What was not seen yet, and then the end.
+    let end = async { while progress.next().await.is_some() {} };
+    tokio::time::timeout(SOON, end).await.unwrap();
+    assert_eq!(progress.tokens().get(), N);
     p.end().await;
     d.end().await;
 }
@@ -325,7 +328,9 @@ async fn layers_are_pushed_as_they_finish() {
     }
     stream.seal(src(2, 7)).await.unwrap();
     let sealed = stream.region_ready(Items::Paged, tokens(0..N)).await;
-    assert!(matches!(sealed, Err(CallError::Stream(StreamError::Sealed { .. }))), "{sealed:?}");
+    // It may be over by now.
+    let refused = matches!(sealed, Err(CallError::Stream(StreamError::Sealed { .. } | StreamError::Unknown { .. })));
+    assert!(refused, "{sealed:?}");
     delivered(pull).await;
     d.check(102, 6);
 }
@@ -461,9 +466,19 @@ async fn a_dropped_push_keeps_its_blocks_until_its_writers_have_stopped() {
     }
     let reference = p.offer(offer(6)).await.unwrap();
     let pull = d.pull(reference.clone(), wish(106).push()).await.unwrap();
-    while d.snapshot().await.unwrap().pulls[0].phase != "write" {
+    let arrived = || {
+        let mut any = false;
+        d.each(106, 0..N, None, |region, at, _| {
+            let mut got = [0; 64];
+            region.read(at, &mut got).unwrap();
+            any |= got != [0; 64];
+        });
+        any
+    };
+    while !arrived() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    assert_eq!(d.snapshot().await.unwrap().pulls[0].phase, "write");
     drop(pull);
     let stopping = p.offer(offer(30)).await.unwrap();
     let refused = failed(d.pull(stopping.clone(), wish(106).push()).await.unwrap()).await;
@@ -489,7 +504,9 @@ async fn pulls_and_pushes_mix() {
     let (p, d) = (side("p", 2, LayoutStyle::HND, &net, setup).await, side("d", 2, LayoutStyle::NHD, &net, setup).await);
     let mut handles = Vec::new();
     for number in 0..12u32 {
-        let (from, to) = (number * 20 + number % 3, 235 - number * 19);
+        // Three to a stretch of 21 blocks, each with every third of them.
+        let from = number / 3 * 21 + number % 3;
+        let to = 255 - 18 - from;
         p.compute(from, 0..N, number.into());
         let reference = p.offer(offer(from)).await.unwrap();
         let wish = if number % 2 == 0 { wish(to) } else { wish(to).push() };
@@ -551,7 +568,7 @@ async fn the_usual_mode_is_the_engine_s() {
 #[tokio::test]
 async fn the_blocks_of_a_lost_writer_wait_for_its_next_life() {
     let net = MemNetwork::new(42);
-    let (mut p, d) = pair(&net, Setup::Memory("lost")).await;
+    let (mut p, d) = pair(&net, Setup::Tcp).await;
     p.compute(10, 0..N, 8);
     let stream = p.announce(offer(10)).await.unwrap();
     let pull = d.pull(stream.reference().clone(), wish(110).push_with_progress()).await.unwrap();
@@ -560,19 +577,25 @@ async fn the_blocks_of_a_lost_writer_wait_for_its_next_life() {
     while progress.tokens().get() < 32 {
         tokio::time::timeout(SOON, progress.next()).await.unwrap().unwrap();
     }
-    let transport = net.endpoint().unwrap();
-    let memory = p.memory[1].clone();
-    let Running::Together(engine) = &mut p.running else { panic!("one process") };
-    let (restarted, failed) =
-        tokio::join!(engine.restart_rank(RankId::new(1), memory, Box::new(transport)), failed(pull));
-    restarted.unwrap();
+    let (manifest, memory) = (p.ranks[1].clone(), p.memory[1].clone());
+    let Running::Apart(owner, workers) = &mut p.running else { panic!("workers apart") };
+    let lost = workers.pop().unwrap();
+    lost.stop();
+    lost.join().unwrap();
+    let failed = failed(pull).await;
     assert_eq!(failed.report.writers_in_doubt, [RankId::new(1)], "{failed}");
+    let waiting = d.snapshot().await.unwrap().quarantine;
+    assert_eq!((waiting.len(), waiting[0].producer.as_deref(), &waiting[0].writers[..]), (1, Some("p"), &[1][..]));
+    let refused = self::failed(d.pull(stream.reference().clone(), wish(110).push()).await.unwrap()).await;
+    assert!(matches!(refused.cause, FailureCause::Overlap(_)), "{refused}");
     drop(stream);
+    let transport = Box::new(net.endpoint().unwrap());
+    let worker = Worker::builder(id("p"), RankId::new(1), owner.rank_socket(), manifest, memory, transport);
+    workers.push(worker.spawn().unwrap());
+    owner.ready(SOON).await.unwrap();
     let free = async {
         while d.quarantined().await.unwrap() > 0 {
-            // Evidence comes over a link to the engine's new life.
-            let reference = p.offer(offer(40)).await.unwrap();
-            drop(d.pull(reference, wish(60).push()).await.unwrap().await);
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
     tokio::time::timeout(SOON, free).await.unwrap();
@@ -580,4 +603,6 @@ async fn the_blocks_of_a_lost_writer_wait_for_its_next_life() {
     let reference = p.offer(offer(10)).await.unwrap();
     delivered(d.pull(reference, wish(110).push()).await.unwrap()).await;
     d.check(110, 9);
+    p.end().await;
+    d.end().await;
 }

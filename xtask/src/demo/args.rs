@@ -1,6 +1,8 @@
 //! What the user may ask of the demo, and the same said again to the rank processes.
 
+use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::{Args as ClapArgs, ValueEnum};
 use kvferry_geometry::layout::{LayoutStyle, StateOrder};
@@ -42,8 +44,24 @@ impl Way {
 pub(crate) enum Mode {
     /// The decode engine's ranks read.
     Pull,
-    /// The prefill engine's ranks write (not built yet).
+    /// The prefill engine's ranks write.
     Push,
+}
+
+impl Mode {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Pull => "pull",
+            Self::Push => "push",
+        }
+    }
+}
+
+/// What a prefill says of its bytes before it has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Stream {
+    /// Each layer, when it is computed.
+    Layers,
 }
 
 /// Run a prefill and a decode engine and prove every byte that moves between them
@@ -55,7 +73,16 @@ pub(crate) struct Args {
     /// Who moves the bytes
     #[arg(long, value_enum, default_value_t = Mode::Pull)]
     pub(crate) mode: Mode,
-    /// Kill ranks of the prefill engine while they are read, start them again, prefill and pull again what that has failed,
+    /// Announce each request when its (simulated) prefill begins, and each layer when it is computed: it is written meanwhile
+    #[arg(long, value_enum)]
+    pub(crate) stream: Option<Stream>,
+    /// The compute model of --stream: how long a layer of a prompt takes, in milliseconds
+    #[arg(long, default_value_t = 5.0, value_name = "MS", value_parser = layer_ms)]
+    pub(crate) layer_ms: f64,
+    /// Draw when each layer was computed and written, into this file
+    #[arg(long, value_name = "FILE", requires = "stream", conflicts_with = "chaos")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Kill ranks of the prefill engine while they are read, or write, start them again, prefill and move again what that has failed,
     /// and prove that each request has failed once for each kill at most and is delivered in the end
     #[arg(long)]
     pub(crate) chaos: bool,
@@ -134,6 +161,11 @@ pub(crate) struct Args {
     pub(crate) json: bool,
 }
 
+fn layer_ms(text: &str) -> Result<f64, String> {
+    let range = 0.01..=60_000.0;
+    text.parse::<f64>().ok().filter(|ms| range.contains(ms)).ok_or_else(|| format!("a layer takes {range:?} ms"))
+}
+
 /// A layout as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Layout {
@@ -181,6 +213,11 @@ impl Args {
         own.unwrap_or(&self.transport)
     }
 
+    /// How long a layer takes by the compute model.
+    pub(crate) fn layer_time(&self) -> Duration {
+        Duration::from_secs_f64(self.layer_ms / 1e3)
+    }
+
     /// The arguments that say the same again, for a rank process.
     pub(crate) fn again(&self) -> Vec<String> {
         let mut out = self.model.again();
@@ -194,8 +231,11 @@ impl Args {
             format!("--decode-checkpoints={}", self.decode_checkpoints),
             format!("--pool={}", self.pool),
             format!("--way={}", self.way.name()),
+            format!("--mode={}", self.mode.name()),
             format!("--transport={}", self.transport),
         ]);
+        out.extend(self.stream.map(|Stream::Layers| "--stream=layers".to_owned()));
+        out.push(format!("--layer-ms={}", self.layer_ms));
         out.extend(self.concurrency.map(|n| format!("--concurrency={n}")));
         out.extend(self.prefill_transport.as_ref().map(|w| format!("--prefill-transport={w}")));
         out.extend(self.decode_transport.as_ref().map(|w| format!("--decode-transport={w}")));
@@ -250,6 +290,9 @@ mod tests {
             "--stripe",
             "--pool=3MiB",
             "--way=destination",
+            "--mode=push",
+            "--stream=layers",
+            "--layer-ms=2.5",
             "--ignore-source-only",
             "--ignore-destination-only",
             "--transport=ucx",

@@ -1,4 +1,4 @@
-//! `demo --chaos`: ranks of the prefill engine are killed while they are read, and started again.
+//! `demo --chaos`: ranks of the prefill engine are killed while they are read, or write, and started again.
 //!
 //! Which rank, and at which offer, follows from the seed. The request that makes this offer waits at its router until the prefill
 //! engine has noticed the loss, so that each kill hits one request at least; what else is in flight is hit wherever it is. What has
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use kvferry::{Assurance, CallError, Delivered, Epoch, OfferError, PullError, RankId, Reference};
+use kvferry::{Assurance, CallError, Delivered, Epoch, ItemId, OfferError, OfferStream, PullError, RankId, Reference};
 use kvferry_transport::conformance::sample::Rng;
 use rustix::process::{Signal, kill_process};
 use serde::Serialize;
@@ -20,8 +20,9 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::JOIN;
 use super::args::Args;
 use super::crew::Crew;
-use super::scenario::Role;
+use super::scenario::{Layer, Role};
 use super::service::Service;
+use super::stream::announce;
 
 /// From the offer to the kill, at most, in microseconds: what else is in flight goes on meanwhile.
 const DELAY: u64 = 20_000;
@@ -112,6 +113,8 @@ pub(crate) async fn play(args: &Args, service: &Arc<Service>, crew: Crew, seed: 
         life,
         script: SyncMutex::new(Script::new(args, service.scenario.prefill.ranks().count(), seed)),
         restarts: SyncMutex::default(),
+        layers: if args.stream.is_some() { service.scenario.layers() } else { Vec::new() },
+        layer_time: args.layer_time(),
     });
     let mut playing = JoinSet::new();
     for request in 0..service.scenario.requests.len() {
@@ -168,6 +171,9 @@ struct Stage {
     life: watch::Sender<Life>,
     script: SyncMutex<Script>,
     restarts: SyncMutex<Vec<JoinHandle<anyhow::Result<()>>>>,
+    /// What is announced one after the other; nothing where all is offered at once.
+    layers: Vec<Layer>,
+    layer_time: Duration,
 }
 
 /// Which ranks are killed when.
@@ -222,22 +228,41 @@ async fn deliver(stage: Arc<Stage>, request: usize) -> anyhow::Result<Ended> {
     let (mut turn, mut failures) = (0, Vec::new());
     loop {
         let epoch = stage.up().await?;
-        if turn > 0 && !stage.prefill_again(request, turn).await? {
+        let streamed = !stage.layers.is_empty();
+        if turn > 0 && !streamed && !stage.prefill_again(request, turn, None).await? {
             continue;
         }
-        let reference = match service.offer(request).await {
-            Ok(reference) => reference,
+        let offered = if streamed {
+            service.announce(request).await.map(|stream| (stream.reference().clone(), Some(stream)))
+        } else {
+            service.offer(request).await.map(|reference| (reference, None))
+        };
+        let (reference, stream) = match offered {
+            Ok(offered) => offered,
             // Lost since we looked.
             Err(CallError::Offer(OfferError::RankLost { .. } | OfferError::NotReady)) => continue,
             Err(error) => return Err(error.into()),
         };
         if reference.epoch() != epoch {
-            // What was computed before is gone.
+            // What was computed before is gone. Of a stream nothing was yet, but its ranks may be another life's when they do.
+            drop(stream);
             service.prefill.withdraw(reference.lease()).await?;
             continue;
         }
-        stage.may_kill(&reference).await?;
-        let handle = service.pull(request, &reference, Assurance::Full).await?;
+        let handle = match stream {
+            None => {
+                stage.may_kill(&reference).await?;
+                service.pull(request, &reference, Assurance::Full).await?
+            }
+            Some(stream) => {
+                let handle = service.pull(request, &reference, Assurance::Full).await?;
+                let (killed, computed) =
+                    tokio::join!(stage.may_kill(&reference), stage.compute_layers(request, turn, stream));
+                killed?;
+                computed?;
+                handle
+            }
+        };
         let failed = match handle.await {
             Ok(delivered) => return Ok(Ended { request, turn, failures, delivered }),
             Err(PullError::Failed(failed)) => failed,
@@ -249,7 +274,7 @@ async fn deliver(stage: Arc<Stage>, request: usize) -> anyhow::Result<Ended> {
         ensure!(failures.len() < 100, "request {request} failed 100 times, at last: {failed}");
         // Its blocks at both engines are written again when nobody reads or writes them.
         service.closed(reference.lease()).await?;
-        if !failed.report.in_doubt.is_empty() {
+        if !failed.report.in_doubt.is_empty() || !failed.report.writers_in_doubt.is_empty() {
             service.nothing_in_doubt().await?;
         }
         turn += 1;
@@ -266,10 +291,28 @@ impl Stage {
         Ok(self.service.prefill.ready(JOIN).await?.epoch())
     }
 
-    /// Computes a request once more on all prefill ranks; false if one is gone.
-    async fn prefill_again(&self, request: usize, turn: u32) -> anyhow::Result<bool> {
+    /// Computes a request, or these items of it, once more on all prefill ranks; false if one is gone.
+    async fn prefill_again(&self, request: usize, turn: u32, items: Option<Vec<ItemId>>) -> anyhow::Result<bool> {
         let mut crew = Arc::clone(&self.crew).lock_owned().await;
-        tokio::task::spawn_blocking(move || crew.prefill(request, turn)).await?
+        tokio::task::spawn_blocking(move || crew.prefill(request, turn, items)).await?
+    }
+
+    /// Computes a request layer by layer, and announces each; ends where a rank is gone. The first computation is in the memory
+    /// already, and only takes its time.
+    async fn compute_layers(&self, request: usize, turn: u32, mut stream: OfferStream) -> anyhow::Result<()> {
+        for layer in &self.layers {
+            tokio::time::sleep(self.layer_time).await;
+            if turn > 0 && !self.prefill_again(request, turn, Some(layer.all.clone())).await? {
+                return Ok(());
+            }
+            // Refused: its lease has ended with a rank. Whoever wanted it is told so.
+            if announce(&stream, layer, self.service.scenario.ask.tokens).await.is_err() {
+                return Ok(());
+            }
+        }
+        // As before.
+        drop(stream.seal(self.service.scenario.src_groups(request)).await);
+        Ok(())
     }
 
     /// Counts an offer; if a rank is to be killed at it, does so, and has it started again.

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use kvferry_geometry::units::RankId;
+use kvferry_geometry::units::{ItemId, RankId};
 use kvferry_transport::mem::MemNetwork;
 use rustix::process::Pid;
 
@@ -94,9 +94,10 @@ impl Crew {
         Ok(())
     }
 
-    /// Has a request computed once more by all prefill ranks; false if one of them is gone.
-    pub(crate) fn prefill(&mut self, request: usize, turn: u32) -> anyhow::Result<bool> {
-        let order = Order::Prefill { request, turn };
+    /// Has a request, or these items of it, computed once more by all prefill ranks; false if one of them is gone.
+    pub(crate) fn prefill(&mut self, request: usize, turn: u32, items: Option<Vec<ItemId>>) -> anyhow::Result<bool> {
+        let items = items.map(|items| items.iter().map(|item| item.get()).collect());
+        let order = Order::Prefill { request, turn, items };
         // All at once, and every answer is heard, whoever is gone.
         let told: Vec<bool> = self.of(Role::Prefill).map(|m| m.link.say(&order).is_ok()).collect();
         let mut all = true;

@@ -78,6 +78,8 @@ pub(crate) struct Turns<'a> {
     pub(crate) of: &'a [u32],
     /// Only this request.
     pub(crate) only: Option<usize>,
+    /// Only these items.
+    pub(crate) items: Option<&'a [u32]>,
 }
 
 impl Turns<'_> {
@@ -179,6 +181,9 @@ fn for_each_cell(
     let engine = scenario.engine(role);
     let described = engine.manifest.rank(rank).context("no such rank")?;
     for (id, item) in engine.manifest.spec().iter() {
+        if turns.items.is_some_and(|only| !only.contains(&id.get())) {
+            continue;
+        }
         let (Some(placement), Some(view)) = (&described.placement[id.index()], &described.layout.views[id.index()])
         else {
             continue;
@@ -481,7 +486,7 @@ mod tests {
         assert!(checked.0 > 0 && (checked.1, checked.2) == (0, 0), "{checked:?}");
         assert_eq!(verdict(Role::Prefill, &src), (0, 0, 0));
         // The same bytes of another computation would all be wrong, but for those that are equal by chance.
-        let again = Turns { of: &[1, 1], only: None };
+        let again = Turns { of: &[1, 1], ..Turns::default() };
         let (scenario, _, dst) = moved();
         let wrong = verify(&scenario, Role::Decode, rank, &dst, again).unwrap().wrong;
         assert!(wrong > checked.0 / 2, "{wrong} of {}", checked.0);

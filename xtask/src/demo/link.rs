@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::image::Verdict;
+use super::wire::Moved;
 
 /// From the demo to a rank.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -19,7 +20,11 @@ pub(crate) enum Order {
         request: usize,
         /// Which computation of it; the first is 0 and fills the memory at the start.
         turn: u32,
+        /// Only these items of it; null for all.
+        items: Option<Vec<u32>>,
     },
+    /// What was written since this was last asked for.
+    Log,
     /// Compare every byte, at the decode engine with the computations that were delivered, one for each request.
     Verify {
         /// Those that are not the first; none means that all are.
@@ -40,6 +45,8 @@ pub(crate) enum Answer {
     Ready,
     /// The answer to `Prefill`.
     Prefilled,
+    /// The answer to `Log`.
+    Log(Vec<Moved>),
     /// The outcome of `Verify`.
     Verdict(Verdict),
     /// The answer to `Prepare`.

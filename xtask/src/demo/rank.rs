@@ -18,6 +18,7 @@ use super::baseline::Baseline;
 use super::image::{self, Turns, Verdict};
 use super::link::{Answer, Link, Order};
 use super::scenario::{Role, Scenario};
+use super::wire::{Logged, WireLog};
 use crate::backends::Wire;
 
 /// Bytes on either side of every region that nothing may touch.
@@ -95,7 +96,10 @@ fn obey(
     let regions: Vec<Region> = guarded.iter().map(|g| g.inner().clone()).collect();
     image::fill(scenario, role, rank, &regions)?;
     let described = engine.manifest.rank(rank).context("no such rank")?.clone();
-    let worker = Worker::builder(engine_id(role)?, rank, owner, described, regions.clone(), transport);
+    let log = WireLog::default();
+    let transport: Box<dyn Transport> =
+        if scenario.is_streamed() { Box::new(Logged::new(transport, log.clone())) } else { transport };
+    let worker = Worker::builder(engine_id(role)?, rank, owner, described.clone(), regions.clone(), transport);
     let worker = worker.staging(scenario.staging(role)).spawn()?;
     link.say(&Answer::Ready)?;
     let threads = Config::default().threads;
@@ -104,14 +108,16 @@ fn obey(
     let mut computed = vec![0; scenario.requests.len()];
     while let Some(order) = link.hear()? {
         match order {
-            Order::Prefill { request, turn } => {
+            Order::Prefill { request, turn, items } => {
                 *computed.get_mut(request).context("no such request")? = turn;
-                image::compute(scenario, rank, &regions, Turns { of: &computed, only: Some(request) })?;
+                let turns = Turns { of: &computed, only: Some(request), items: items.as_deref() };
+                image::compute(scenario, rank, &regions, turns)?;
                 link.say(&Answer::Prefilled)?;
             }
+            Order::Log => link.say(&Answer::Log(log.take(&described)))?,
             Order::Verify { turns } => {
                 let of = if role == Role::Prefill { &computed } else { &turns };
-                let mut verdict = image::verify(scenario, role, rank, &regions, Turns { of, only: None })?;
+                let mut verdict = image::verify(scenario, role, rank, &regions, Turns { of, ..Turns::default() })?;
                 check_bands(&guarded, &mut verdict);
                 link.say(&Answer::Verdict(verdict))?;
             }

@@ -12,6 +12,7 @@ use super::chaos::Chaos;
 use super::image::Verdict;
 use super::scenario::{Role, Scenario};
 use super::service::Service;
+use super::stream::Streamed;
 use crate::show;
 
 /// The most rank pairs that are listed as text.
@@ -83,6 +84,8 @@ pub(crate) struct Phases {
     bind: f64,
     /// The longest wait of a rank for its turn to read; part of `read`.
     queue: f64,
+    /// Of a push: the prefill ranks write.
+    write: f64,
     read: f64,
     /// Waiting for the producer's verdict.
     release: f64,
@@ -99,6 +102,7 @@ impl Phases {
             link: median(|d| d.report().phases.of(Phase::Link))?,
             bind: median(|d| d.report().phases.of(Phase::Bind))?,
             queue: median(|d| d.report().phases.queued())?,
+            write: median(|d| d.report().phases.of(Phase::Write))?,
             read: median(|d| d.report().phases.of(Phase::Read))?,
             release: median(|d| d.report().phases.of(Phase::Release))?,
         })
@@ -113,6 +117,8 @@ pub(crate) struct Summary {
     pub(crate) decode: String,
     pub(crate) prefill_transport: String,
     pub(crate) decode_transport: String,
+    /// Who has moved the bytes: `pull` or `push`.
+    pub(crate) mode: &'static str,
     pub(crate) requests: u32,
     pub(crate) tokens: u64,
     /// What is said of states; null where the model has none.
@@ -132,6 +138,8 @@ pub(crate) struct Summary {
     pub(crate) leases: Leases,
     pub(crate) fences: Fences,
     pub(crate) phases: Option<Phases>,
+    /// Null without `--stream`, and where it wasn't measured.
+    pub(crate) stream: Option<Streamed>,
     /// Null without `--chaos`.
     pub(crate) chaos: Option<Chaos>,
     /// Decode ranks.
@@ -150,6 +158,7 @@ impl Summary {
             decode: args.decode.to_string(),
             prefill_transport: args.wires(Role::Prefill).to_string(),
             decode_transport: args.wires(Role::Decode).to_string(),
+            mode: args.mode.name(),
             requests: args.requests,
             tokens: args.tokens,
             states: scenario.states(),
@@ -163,6 +172,7 @@ impl Summary {
             leases: Leases::default(),
             fences: Fences::default(),
             phases: None,
+            stream: None,
             chaos: None,
             ranks: scenario.decode.ranks().count(),
             verified: 0,
@@ -252,7 +262,8 @@ impl Summary {
             first.into_iter().chain(counts).chain(staged).chain(lane).collect()
         };
         let rows: Vec<Vec<String>> = self.pairs.iter().take(MOST_PAIRS).map(row).collect();
-        let mut headings = vec!["rank", "read from", "bytes", "rows", "descriptors before", "after coalescing"];
+        let verb = if self.mode == "push" { "written by" } else { "read from" };
+        let mut headings = vec!["rank", verb, "bytes", "rows", "descriptors before", "after coalescing"];
         headings.extend(staged.then_some("staged"));
         headings.extend((lanes.len() > 1).then_some("lane"));
         println!("\n{}", show::table("", &headings, &rows).trim_end());
@@ -281,11 +292,18 @@ impl Summary {
             }
         };
         println!();
-        let full = "first contact, reads, digests at both ends (full)";
+        let full = if self.mode == "push" {
+            "first contact, writes, digests at both ends (full)"
+        } else {
+            "first contact, reads, digests at both ends (full)"
+        };
         round(if self.chaos.is_some() { "all requests, deaths and repetitions included" } else { full }, self.full);
         round("the same requests again, without digests (fenced)", self.fenced);
         round("the same runs by memcpy, same threads", self.memcpy);
         self.print_protocol();
+        if let Some(stream) = &self.stream {
+            stream.print();
+        }
         if let Some(chaos) = &self.chaos {
             chaos.print();
         }
@@ -310,10 +328,14 @@ impl Summary {
         println!("fences: {held} held, {stale} stale; {attempts} attempts for {held} deliveries");
         if let Some(p) = self.phases {
             let ms = |seconds: f64| format!("{:.2}", seconds * 1e3);
-            let [link, bind, queue, read, release] = [p.link, p.bind, p.queue, p.read, p.release].map(ms);
-            println!(
-                "phases, medians in ms: link {link}, bind {bind}, read {read} (of which queue {queue}), release {release}"
-            );
+            let [link, bind, queue, write, read, release] =
+                [p.link, p.bind, p.queue, p.write, p.read, p.release].map(ms);
+            let moved = if self.mode == "push" {
+                format!("write {write} (ranks waited {queue} for their turn), zero and compare {read}")
+            } else {
+                format!("read {read} (of which queue {queue})")
+            };
+            println!("phases, medians in ms: link {link}, bind {bind}, {moved}, release {release}");
         }
     }
 }

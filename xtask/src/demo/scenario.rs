@@ -9,7 +9,7 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::{PeerMap, PeerOptions};
 use kvferry_geometry::request::{DstGroup, Request, SrcGroup, Tail};
 use kvferry_geometry::spec::{Item, ItemKind, ModelSpec, PagedItem, Retention};
-use kvferry_geometry::units::{Bytes, RankId, Tokens};
+use kvferry_geometry::units::{Bytes, ItemId, RankId, Tokens};
 use kvferry_models::{EngineDescription, Grouping};
 use kvferry_transport::conformance::sample::Rng;
 
@@ -64,6 +64,16 @@ pub(crate) struct Scenario {
     pub(crate) more: u64,
     pub(crate) requests: Vec<Blocks>,
     args: Args,
+}
+
+/// What a prefill computes at a time.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub(crate) name: String,
+    /// Its items.
+    pub(crate) all: Vec<ItemId>,
+    /// Those of them that can be announced when it is computed.
+    pub(crate) paged: Vec<ItemId>,
 }
 
 /// The two engines, before any request.
@@ -134,6 +144,34 @@ impl Scenario {
     /// What the ranks of an engine move bytes with.
     pub(crate) fn wires(&self, role: Role) -> &Wires {
         self.args.wires(role)
+    }
+
+    /// Whether layers are announced as they are computed.
+    pub(crate) fn is_streamed(&self) -> bool {
+        self.args.stream.is_some()
+    }
+
+    /// The prefill engine's layers, in the order in which they are computed: that of its items, by the number in their names.
+    pub(crate) fn layers(&self) -> Vec<Layer> {
+        let mut layers: Vec<(String, Layer)> = Vec::new();
+        for (id, item) in self.prefill.manifest.spec().iter() {
+            let name = item.name.as_str();
+            let number = name.split('.').position(|word| !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()));
+            // Items of a layer have all in common up to its number.
+            let words: Vec<&str> = name.split('.').take(number.map_or(usize::MAX, |at| at + 1)).collect();
+            let key = words.join(".");
+            let at = layers.iter().position(|(of, _)| *of == key).unwrap_or_else(|| {
+                let layer = Layer { name: key.clone(), all: Vec::new(), paged: Vec::new() };
+                layers.push((key, layer));
+                layers.len() - 1
+            });
+            let layer = &mut layers[at].1;
+            layer.all.push(id);
+            if item.as_paged().is_some() {
+                layer.paged.push(id);
+            }
+        }
+        layers.into_iter().map(|(_, layer)| layer).collect()
     }
 
     /// How a rank stages: what it reads, or what is read from it.

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use kvferry::{
-    Address, Assurance, CallError, Closing, ContentKey, Delivered, LeaseId, LeaseTerms, OfferSpec, Owner, OwnerEvent,
-    OwnerEvents, PullHandle, PullSpec, Reference, Tokens,
+    Address, Assurance, CallError, Closing, ContentKey, Delivered, LeaseId, LeaseTerms, OfferSpec, OfferStream, Owner,
+    OwnerEvent, OwnerEvents, PullHandle, PullSpec, Reference, Tokens,
 };
 use tokio::sync::watch;
 
-use super::args::Args;
+use super::args::{Args, Mode};
 use super::rank::engine_id;
 use super::scenario::{Role, Scenario};
 
@@ -27,6 +27,7 @@ pub(crate) struct Service {
     pub(crate) scenario: Arc<Scenario>,
     pub(crate) prefill: Owner,
     pub(crate) decode: Owner,
+    mode: Mode,
     offers: AtomicU64,
     account: watch::Receiver<Account>,
 }
@@ -49,7 +50,14 @@ impl Service {
         let (sender, account) = watch::channel(Account::default());
         let events = prefill.take_events().context("the prefill engine's events were taken")?;
         tokio::spawn(keep(events, sender));
-        Ok(Self { scenario: Arc::clone(scenario), prefill, decode, offers: AtomicU64::new(0), account })
+        Ok(Self {
+            scenario: Arc::clone(scenario),
+            prefill,
+            decode,
+            mode: args.mode,
+            offers: AtomicU64::new(0),
+            account,
+        })
     }
 
     /// Offers a request's blocks at the prefill engine.
@@ -59,7 +67,15 @@ impl Service {
         Ok(reference)
     }
 
-    /// Begins to read them at the decode engine.
+    /// Announces a request's blocks, of which nothing is computed yet.
+    pub(crate) async fn announce(&self, request: usize) -> Result<OfferStream, CallError> {
+        let spec = OfferSpec::new(self.scenario.src_groups(request), content(request));
+        let stream = self.prefill.announce(spec).await?;
+        self.offers.fetch_add(1, Ordering::Relaxed);
+        Ok(stream)
+    }
+
+    /// Begins to move them to the decode engine.
     pub(crate) async fn pull(
         &self,
         request: usize,
@@ -70,6 +86,7 @@ impl Service {
         let spec = PullSpec::new(tokens, self.scenario.dst_groups(request), content(request));
         // The reference goes the way a router would take it: as text.
         let reference = reference.to_string().parse()?;
+        let spec = if self.mode == Mode::Push { spec.push() } else { spec };
         Ok(self.decode.pull(reference, PullSpec { assurance, deadline: DEADLINE, ..spec }).await?)
     }
 

@@ -12,6 +12,7 @@
 )]
 
 use std::error::Error;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use kvferry::{BlockId, CacheGroup, ModelSpec, RankManifest, Region, Tokens};
@@ -76,15 +77,15 @@ impl Cache {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).extend(blocks);
     }
 
-    /// Computes a prompt's cache into blocks.
-    pub fn compute(&self, prompt: &[u32], blocks: &[BlockId]) -> Result<()> {
-        self.each(prompt, blocks, |region, offset, bytes| Ok(region.write(offset, bytes)?))
+    /// Computes the cache of some of a prompt's tokens into blocks.
+    pub fn compute(&self, prompt: &[u32], blocks: &[BlockId], tokens: Range<usize>) -> Result<()> {
+        self.each(prompt, blocks, tokens, |region, offset, bytes| Ok(region.write(offset, bytes)?))
     }
 
     /// How many bytes of a prompt's cache are not what would have been computed.
     pub fn wrong(&self, prompt: &[u32], blocks: &[BlockId]) -> Result<usize> {
         let mut wrong = 0;
-        self.each(prompt, blocks, |region, offset, bytes| {
+        self.each(prompt, blocks, 0..prompt.len(), |region, offset, bytes| {
             let mut found = [0; 128];
             region.read(offset, &mut found)?;
             wrong += found.iter().zip(bytes).filter(|(found, right)| found != right).count();
@@ -93,18 +94,19 @@ impl Cache {
         Ok(wrong)
     }
 
-    /// Every value of a prompt's cache on every rank: where it is, and its bytes.
+    /// Every value of the cache of these tokens on every rank: where it is, and its bytes.
     fn each(
         &self,
         prompt: &[u32],
         blocks: &[BlockId],
+        tokens: Range<usize>,
         mut visit: impl FnMut(&Region, u64, &[u8; 128]) -> Result<()>,
     ) -> Result<()> {
         for (manifest, memory) in &self.ranks {
             for (layer, (view, placed)) in (0u64..).zip(manifest.layout.views.iter().zip(&manifest.placement)) {
                 let view = view.as_ref().and_then(|v| v.as_paged()).ok_or("a layer without a view")?;
                 let heads = placed.as_ref().and_then(|p| p.as_paged()).ok_or("a layer without heads")?.heads;
-                for (position, &token) in (0u64..).zip(prompt) {
+                for (position, &token) in (0u64..).zip(prompt).skip(tokens.start).take(tokens.len()) {
                     let block = blocks[usize::try_from(position / u64::from(self.block))?];
                     for (k_or_v, part) in (0u64..).zip(&view.components) {
                         for head in heads.start()..heads.end() {
