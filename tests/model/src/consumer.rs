@@ -84,6 +84,8 @@ pub(crate) struct Pull {
     stopped: BTreeSet<RankId>,
     /// Of one that is pushed: who may write it, as it was told to.
     pub(crate) granted: Option<Writers>,
+    /// Ranks of ours that have begun another life since: what is written to their memory of before changes nothing.
+    gone: BTreeSet<RankId>,
     /// Those of them that may still write it though it has ended.
     doubt: Option<Writers>,
     pub(crate) push: bool,
@@ -245,6 +247,7 @@ impl At<'_> {
             lease_end: None,
             stopped: BTreeSet::new(),
             granted: None,
+            gone: BTreeSet::new(),
             doubt: None,
             push: plan.push,
             state,

@@ -46,21 +46,21 @@
 //! | a block offered again | 107,145 | 762,752 |
 //! | a consumer of writers restarts | 224,384 | - |
 //! | a consumer's rank is lost | 67,551 | - |
-//! | a consumer's rank is lost while written | 135,944 | - |
+//! | a consumer's rank is lost while written | 114,988 | - |
 //! | a lease that ends | 33,575 | 172,766 |
 //! | a producer of writers restarts | 13,673 | 87,005 |
 //! | a producer's rank is lost | 34,229 | - |
 //! | a rank joins between attempts | 11,773 | - |
-//! | a stream | 87,321 | - |
+//! | a stream | 87,321 | 719,396 |
 //! | a stream over links that break | 354,924 | - |
 //! | a stream that ends | 384,334 | - |
 //! | a writer is lost | 238,660 | - |
 //! | another attempt | 104,821 | 1,513,221 |
-//! | another attempt to push | 116,138 | - |
+//! | another attempt to push | 116,138 | 252,496 |
 //! | attempts, messages in any order | 102,117 | - |
 //! | messages in any order | 107,219 | - |
 //! | old news of a producer | 183,369 | - |
-//! | one push | 85,062 | - |
+//! | one push | 85,062 | 634,168 |
 //! | one reference pushed twice | 159,630 | - |
 //! | one reference twice | 63,445 | 211,522 |
 //! | one request | 45,034 | 868,968 |
@@ -69,10 +69,10 @@
 //! | restarts | 42,497 | 307,195 |
 //! | taken back while written | 46,439 | 508,511 |
 //! | two consumers of one lease | 127,976 | 370,667 |
-//! | two consumers push one lease | 166,283 | - |
+//! | two consumers push one lease | 166,283 | 469,116 |
 //! | two engines a side | 67,031 | 524,768 |
 //! | two leases of one heartbeat | 215,732 | - |
-//! | writes that never end | 112,728 | - |
+//! | writes that never end | 112,728 | 138,771 |
 #![forbid(unsafe_code)]
 
 mod consumer;

@@ -175,6 +175,9 @@ impl At<'_> {
         c.reads.retain(|(of, _), _| *of != rank);
         c.memory.retain(|(of, _, _), _| *of != rank);
         for pull in c.pulls.values_mut().filter(|_| early) {
+            if pull.granted.is_some() {
+                pull.gone.insert(rank);
+            }
             if let Phase::Reading(reading) | Phase::Stopping { reading, .. } = &pull.state
                 && reading.names(rank)
             {

@@ -81,6 +81,7 @@ impl At<'_> {
         c.memory.retain(|(_, of, _), _| *of != block);
         if let Some(pull) = c.pulls.get_mut(&id) {
             pull.granted = Some(Writers { fence: bind.fence.clone(), producer, ranks });
+            pull.gone.clear();
         }
         self.send(link, Message::PushBind(PushBind { bind, block, pull: id }));
     }
@@ -178,7 +179,11 @@ impl At<'_> {
     /// Fails a request whose writers have ended but for these, which nobody has seen the end of.
     pub(super) fn fail_written(&mut self, id: PullId, doubted: &BTreeSet<RankId>) {
         if let Some(pull) = self.pull(id) {
-            pull.doubt = pull.granted.as_ref().map(|of| of.only(doubted)).filter(|of| !of.ranks.is_empty());
+            let mut doubt = pull.granted.as_ref().map(|of| of.only(doubted));
+            for rank in &pull.gone {
+                doubt.iter_mut().for_each(|of| of.is_new(*rank));
+            }
+            pull.doubt = doubt.filter(|of| !of.ranks.is_empty());
         }
         self.fail(id, None);
     }
