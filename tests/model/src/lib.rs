@@ -54,14 +54,14 @@
 //! | a stream | 87,321 | 719,396 |
 //! | a stream over links that break | 354,924 | - |
 //! | a stream that ends | 384,334 | - |
-//! | a writer is lost | 238,660 | - |
+//! | a writer is lost | 238,660 | 512,688 |
 //! | another attempt | 104,821 | 1,513,221 |
 //! | another attempt to push | 116,138 | 252,496 |
 //! | attempts, messages in any order | 102,117 | - |
 //! | messages in any order | 107,219 | - |
 //! | old news of a producer | 183,369 | - |
 //! | one push | 85,062 | 634,168 |
-//! | one reference pushed twice | 159,630 | - |
+//! | one reference pushed twice | 159,630 | 2,175,738 |
 //! | one reference twice | 63,445 | 211,522 |
 //! | one request | 45,034 | 868,968 |
 //! | pushed then pulled | 15,862 | 197,713 |
