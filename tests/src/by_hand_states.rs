@@ -397,6 +397,15 @@ impl Lists {
     }
 }
 
+/// The request for what is asked, with blocks that jump about on both sides, and an earlier state beside the one wanted.
+///
+/// # Panics
+/// Where an engine has too few blocks.
+#[must_use]
+pub fn request_of(src: &Manifest, dst: &Manifest, ask: Ask) -> Request {
+    Lists::of(src, dst, ask).request()
+}
+
 /// Plans a request between two engines, carries it out in memory, and holds every byte of the destination against the oracle.
 ///
 /// # Panics
@@ -414,7 +423,7 @@ pub fn try_prove(src: &Arc<Manifest>, dst: &Arc<Manifest>, ask: Ask) -> Result<P
     let text = |e: &dyn std::fmt::Display| e.to_string();
     let compatible = Compatible::with(Arc::clone(src), Arc::clone(dst), ask.compat).map_err(|e| text(&e))?;
     let peers = PeerMap::with(&compatible, ask.peers, |_, _| 0).map_err(|e| text(&e))?;
-    let request = Lists::of(src, dst, ask).request();
+    let request = request_of(src, dst, ask);
     let bound = BoundRequest::new(&compatible, request.clone()).map_err(|e| text(&e))?;
     let mut batches = Vec::new();
     for pair in peers.pairs() {

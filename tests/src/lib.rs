@@ -1,14 +1,19 @@
-//! Cross-crate tests of kvferry, and what they share: engines by hand ([`by_hand`]) and at random ([`random`]), engines that
-//! run ([`running`]), and what stands between two of them ([`between`]).
+//! Cross-crate tests of kvferry, and what they share: engines by hand ([`by_hand`]), of well-known shapes ([`shapes`]) and at random
+//! ([`random`]), engines that run ([`running`]), requests that any two of them serve in every mode ([`moved`]), and what stands
+//! between two of them ([`between`]), ends one without a word ([`mortal`]), and loses a message of every kind ([`losses`]).
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "generators of tests")]
 
 pub mod between;
 pub mod by_hand;
 pub mod by_hand_states;
+pub mod losses;
+pub mod mortal;
+pub mod moved;
 pub mod over_mem;
 pub mod random;
 pub mod running;
+pub mod shapes;
 mod skip;
 
 pub use random::{Case, Choices, Plan, cases, check_cases, run_case, sample};

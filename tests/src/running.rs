@@ -2,7 +2,8 @@
 //! for each rank, memory with a pattern in it, and the slow oracle's answer for every byte.
 //!
 //! The prefill engine has four ranks with heads outside tokens in blocks of 16, the decode engine two with tokens outside heads
-//! in blocks of 8: nothing lies alike on both sides. All requests are of one prompt, into blocks of their own.
+//! in blocks of 8: nothing lies alike on both sides. All requests are of one prompt, into blocks of their own. Engines of any other
+//! shape run, too ([`Running::of`]).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use kvferry::{
     Address, Assurance, BlockTable, ContentKey, Delivered, DstGroup, DstPaged, EngineId, FailureCause, OfferSpec,
     Owner, OwnerBuilder, OwnerEvent, OwnerEvents, PullError, PullSpec, RankId, Reference, Region, SrcPaged, Tail,
-    TokenRange, Tokens, Worker, WorkerHandle,
+    TokenRange, Tokens, Worker, WorkerBuilder, WorkerHandle,
 };
 use kvferry_geometry::layout::LayoutStyle;
 use kvferry_geometry::manifest::Manifest;
@@ -91,7 +92,20 @@ impl Running {
         network: &MemNetwork,
         told: impl FnOnce(OwnerBuilder) -> OwnerBuilder,
     ) -> Self {
-        let manifest = shape.manifest();
+        Self::of(id, shape.manifest(), network, told, |worker| worker).await
+    }
+
+    /// The same with whatever cache, and with ranks that are told more, too.
+    ///
+    /// # Panics
+    /// As [`start`](Self::start).
+    pub async fn of(
+        id: &str,
+        manifest: Arc<Manifest>,
+        network: &MemNetwork,
+        told: impl FnOnce(OwnerBuilder) -> OwnerBuilder,
+        each: impl Fn(WorkerBuilder) -> WorkerBuilder,
+    ) -> Self {
         let owner = told(builder(id, &manifest)).start().await.expect("an owner");
         let (mut workers, mut memory, mut endpoints) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, description) in (0u32..).map(RankId::new).zip(manifest.ranks()) {
@@ -103,7 +117,7 @@ impl Running {
             let (engine, socket) = (owner.engine().clone(), owner.rank_socket());
             let lane = Box::new(transport);
             let worker = Worker::builder(engine, rank, socket, description.clone(), regions.clone(), lane);
-            workers.push(worker.spawn().expect("a worker"));
+            workers.push(each(worker).spawn().expect("a worker"));
             memory.push(regions);
         }
         let joined = owner.ready(20 * SECOND).await.expect("all ranks join");
@@ -234,8 +248,12 @@ impl World {
 
     /// Lets the decode engine's reads end so late.
     pub fn late_reads(&self, late: Duration) {
-        let faults = MemFaults { completion_delay: late..late + SECOND / 100, ..MemFaults::default() };
-        self.d.set_faults(&self.network, &faults);
+        self.d.set_faults(&self.network, &ending_late(late));
+    }
+
+    /// Lets the prefill engine's writes end so late.
+    pub fn late_writes(&self, late: Duration) {
+        self.p.set_faults(&self.network, &ending_late(late));
     }
 
     /// Shuts both down.
@@ -243,6 +261,11 @@ impl World {
         self.p.stop().await;
         self.d.stop().await;
     }
+}
+
+/// Operations whose bytes have moved that end so late.
+fn ending_late(late: Duration) -> MemFaults {
+    MemFaults { completion_delay: late..late + SECOND / 100, ..MemFaults::default() }
 }
 
 /// Fills both engines' memory.

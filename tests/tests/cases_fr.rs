@@ -5,19 +5,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::{
-    Assurance, Closing, FailureCause, LeaseTerms, OwnerEvent, PullError, PullSpec, Reference, SrcPaged, Tail,
-    TokenRange, Tokens, Ttl,
+    Assurance, Closing, FailureCause, Mode, OwnerEvent, PullError, PullSpec, Reference, SrcPaged, Tail, TokenRange,
+    Tokens, Ttl,
 };
 use kvferry_geometry::batch::BoundedBatch;
 use kvferry_geometry::units::RankId;
 use kvferry_oracle::Memory;
 use kvferry_proto::peer::BindRefusal;
-use kvferry_tests::between::{Between, Fate, Seen, Way};
+use kvferry_tests::between::{Fate, Way};
 use kvferry_tests::by_hand::{Engine, Pair, flat, kv, request, source_byte};
+use kvferry_tests::losses::one_loss;
 use kvferry_tests::over_mem::World;
 use kvferry_tests::running::{
     CACHED, DST_BLOCKS, SECOND, World as Engines, blocks_of, cause, event, expected, expected_in, offer, offer_of,
-    pull, roomy_shape, wanted, wish, wish_into,
+    roomy_shape, wanted, wish, wish_into,
 };
 use kvferry_transport::mem::{Break, MemFaults, MemNetwork};
 use kvferry_transport::{Event, OpKind, Outcome, Region, Submission, Transport};
@@ -252,73 +253,16 @@ async fn fr_09_a_timeout_is_no_stop() {
     engines.stop().await;
 }
 
-/// One loss of one message, whichever it is: every request ends once, what is delivered is right, both sides' tables are empty
-/// afterwards, and the next request by the same way is served.
-async fn one_loss(fate: Fate, strikes: impl Fn(Seen) -> bool + Copy + Send + Sync + 'static, cases: &[(Way, usize)]) {
-    let terms = LeaseTerms { ttl: Some(2 * SECOND), extension: 2 * SECOND, beat: SECOND / 2, margin: SECOND / 20 };
-    let pulls = u32::try_from(2 * cases.len()).expect("few");
-    let told = |o: kvferry::OwnerBuilder| o.lease(terms).handshake_timeout(SECOND / 2);
-    let engines = Engines::start_as(&roomy_shape(pulls), told, told).await;
-    let mut delivered = Vec::new();
-    for (n, &(way, number)) in (0u32..).zip(cases) {
-        let between = Between::start(engines.p.address(), move |seen| {
-            let it = seen.connection == 0 && (seen.way, seen.number) == (way, number) && strikes(seen);
-            if it { fate } else { Fate::Pass }
-        })
-        .await;
-        for blocks in [2 * n, 2 * n + 1] {
-            let reference = between.by_way(&engines.p.owner.offer(offer()).await.expect("an offer"));
-            let spec = PullSpec { deadline: 2 * SECOND, ..wish_into(blocks, Assurance::Fenced) };
-            let ended = pull(&engines.d, &reference, spec).await;
-            match &ended {
-                Ok(_) => delivered.push(blocks_of(blocks)),
-                Err(error) => assert!(blocks % 2 == 0, "{way:?} {number}: the next request fails: {error}"),
-            }
-        }
-    }
-    let empty = async {
-        loop {
-            let (p, d) = (
-                engines.p.owner.snapshot().await.expect("it runs"),
-                engines.d.owner.snapshot().await.expect("it runs"),
-            );
-            assert!(d.pulls.is_empty(), "every request has ended: {:?}", d.pulls);
-            if p.leases.is_empty() {
-                break;
-            }
-            tokio::time::sleep(SECOND / 20).await;
-        }
-    };
-    tokio::time::timeout(10 * SECOND, empty).await.expect("the producer has all its blocks again");
-    assert_eq!(engines.d.owner.quarantined().await.expect("it runs"), 0);
-    // Blocks of requests that failed hold what was read, or not; those that were delivered are right to the last byte.
-    let (have, want) = (engines.d.store(), expected_in(&engines.p.manifest, &engines.d.manifest, &delivered));
-    let layouts = engines.d.manifest.ranks();
-    for (rank, described) in layouts.iter().enumerate() {
-        for view in described.layout.views.iter().flatten() {
-            let region = view.region().index();
-            for block in delivered.iter().flatten() {
-                let start =
-                    usize::try_from(view.offset().get() + u64::from(*block) * view.stride().get()).expect("small");
-                let range = start..start + usize::try_from(view.stride().get()).expect("small");
-                let same = have.ranks[rank][region][range.clone()] == want.ranks[rank][region][range];
-                assert!(same, "rank {rank}, block {block}");
-            }
-        }
-    }
-    engines.stop().await;
-}
-
 /// The messages of a first request: hello and bind and release one way, hello and grant and verdict the other.
 const EACH: [(Way, usize); 6] =
     [(Way::Forth, 0), (Way::Forth, 1), (Way::Forth, 2), (Way::Back, 0), (Way::Back, 1), (Way::Back, 2)];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fr_15_a_link_that_is_cut_at_any_message_ends_the_request_once() {
-    one_loss(Fate::Cut, |_| true, &EACH).await;
+    one_loss(Fate::Cut, Mode::Pull, &EACH).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fr_15_a_message_that_is_lost_ends_the_request_by_its_deadline() {
-    one_loss(Fate::Lose, |_| true, &EACH).await;
+    one_loss(Fate::Lose, Mode::Pull, &EACH).await;
 }

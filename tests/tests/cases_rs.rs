@@ -6,42 +6,12 @@ use std::time::Duration;
 use kvferry::{Address, Assurance, Closing, FailureCause, LaneStanding, OwnerEvent, PullError, PullSpec, Reference};
 use kvferry_proto::wire::kind;
 use kvferry_tests::between::{Between, Fate, Way};
+use kvferry_tests::mortal::Mortal;
 use kvferry_tests::running::{
     Running, SECOND, World, blocks_of, cause, decode_shape, event, expected_in, fill, offer, prefill_shape, pull,
     roomy_shape, wish, wish_into,
 };
 use kvferry_transport::mem::{Break, MemFaults, MemNetwork};
-
-/// An engine on a runtime of its own, that can end without a word: as its process would, all its sockets close at once.
-struct Mortal {
-    engine: Running,
-    runtime: tokio::runtime::Runtime,
-}
-
-impl Mortal {
-    async fn start(id: &'static str, network: &MemNetwork, at: Address, shape: kvferry_tests::by_hand::Engine) -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let network = network.clone();
-        let started = runtime.spawn(async move { Running::start_as(id, &shape, &network, |o| o.listen(at)).await });
-        Self { engine: started.await.unwrap(), runtime }
-    }
-
-    async fn stop(self) {
-        self.engine.stop().await;
-        self.runtime.shutdown_background();
-    }
-
-    async fn kill(self) {
-        let Address::Tcp(at) = self.engine.address() else { panic!("it listens on TCP") };
-        self.runtime.shutdown_background();
-        // Its ranks see their owner end, and end.
-        drop(self.engine);
-        // Its port is free when its driver is gone.
-        while std::net::TcpListener::bind(at).is_err() {
-            tokio::time::sleep(SECOND / 100).await;
-        }
-    }
-}
 
 fn slow() -> MemFaults {
     MemFaults { start_delay: 30 * SECOND..31 * SECOND, ..MemFaults::default() }

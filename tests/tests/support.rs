@@ -13,13 +13,14 @@ use kvferry_geometry::layout::{ComponentOrder, LayoutStyle, StateOrder, View};
 use kvferry_geometry::manifest::{Manifest, ManifestError};
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::placement::{HeadRange, HeadRule, PcpMode};
-use kvferry_geometry::spec::{Component, Item, PagedItem, Retention, StateItem, StatePart};
+use kvferry_geometry::spec::{Component, Item, PagedItem};
 use kvferry_geometry::staged::Place;
-use kvferry_geometry::units::{Bytes, Tokens};
+use kvferry_geometry::units::Bytes;
 use kvferry_proto::handshake::{Expected, Greeting, HelloMismatch, IdentityCheck, Versions};
 use kvferry_tests::by_hand::owner;
-use kvferry_tests::by_hand_states::{
-    Ask, Proof, Shape, delta_net, delta_rule, falcon, falcon_rule, gpt_oss, gqa, indexer, mamba2, mla, prove,
+use kvferry_tests::by_hand_states::{Ask, Proof, Shape, delta_net, delta_rule, gqa, mamba2, mla, prove};
+use kvferry_tests::shapes::{
+    compressed, deepseek, falcon_h1, layers, llama, padded_hybrid, sparse, staged, windows, with_gqa_draft,
 };
 use kvferry_transport::mem::MemNetwork;
 use kvferry_transport::{MemoryKind, Region, RegisterError, Transport};
@@ -53,15 +54,6 @@ fn mismatches(src: &Shape, dst: &Shape) -> Vec<Mismatch> {
     Compatible::new(src.manifest(), dst.manifest()).expect_err("it must be refused").0
 }
 
-/// Two layers with 8 heads.
-fn llama(tp: u32) -> Shape {
-    Shape::new(vec![gqa("layers.0", 8), gqa("layers.1", 8)], tp)
-}
-
-fn deepseek(tp: u32) -> Shape {
-    Shape::new(vec![mla("layers.0"), mla("layers.1")], tp)
-}
-
 #[test]
 fn tp_sizes_that_do_not_divide() {
     // 12 heads are dealt out evenly to 6, 4, 3 and 2 ranks; 8 heads are not.
@@ -92,29 +84,6 @@ fn heads_of(heads: u32, tp: u32, rank: u32) -> u64 {
     u64::from(kvferry_geometry::placement::split_heads(heads, tp, rank).count())
 }
 
-fn layers(count: usize) -> Vec<String> {
-    (0..count).map(|i| format!("layers.{i}")).collect()
-}
-
-/// An engine of `count` layers, cut into stages of so many.
-fn staged(tp: u32, item: impl Fn(&str) -> Item, stages: &[usize]) -> Shape {
-    let names = layers(stages.iter().sum());
-    let shape = Shape::new(names.iter().map(|n| item(n)).collect(), tp);
-    cut(shape, &names, stages)
-}
-
-fn cut(shape: Shape, names: &[String], stages: &[usize]) -> Shape {
-    let mut rest = names;
-    let mut lists: Vec<Vec<&str>> = Vec::new();
-    for &n in stages {
-        let (stage, more) = rest.split_at(n);
-        lists.push(stage.iter().map(String::as_str).collect());
-        rest = more;
-    }
-    let lists: Vec<&[&str]> = lists.iter().map(Vec::as_slice).collect();
-    shape.stages(&lists)
-}
-
 #[test]
 fn pipeline_stages_at_the_decoder() {
     let gqa8 = |n: &str| gqa(n, 8);
@@ -123,15 +92,6 @@ fn pipeline_stages_at_the_decoder() {
         assert_eq!(proof.moved, 4 * 8 * 512 * TOKENS);
         let _mla = proven(&staged(2, mla, src), &staged(1, mla, dst));
     }
-}
-
-/// Four layers of gpt-oss, every other with a window, in two groups that share memory.
-fn windows(tp: u32, stages: &[usize], share: bool) -> Shape {
-    let names = layers(4);
-    let items = names.iter().enumerate().map(|(i, n)| gpt_oss(n, (i % 2 == 0).then_some(128))).collect();
-    let groups: [(&[&str], u32, u32); 2] = [(&["layers.0", "layers.2"], 16, 28), (&["layers.1", "layers.3"], 16, 28)];
-    let style = LayoutStyle { share, ..LayoutStyle::HND };
-    cut(Shape::new(items, tp).groups(&groups).style(style), &names, stages)
 }
 
 #[test]
@@ -145,20 +105,6 @@ fn pipeline_stages_of_hybrid_windows() {
     }
     // One engine with a pool for all groups, one with memory for each.
     let _mixed = proven_for(&windows(2, &[2, 2], true).manifest(), &windows(1, &[4], false).manifest(), 200);
-}
-
-/// Falcon H1 in miniature: two layers of attention and state each; blocks of the pool hold either.
-fn falcon_h1(tp: u32, stages: &[usize], tokens: u32) -> Shape {
-    let names: Vec<String> = (0..2).flat_map(|i| [format!("layers.{i}.attn"), format!("layers.{i}.mixer")]).collect();
-    let attention = |n: &str| {
-        let components = vec![Component::new("k", 128, "bf16"), Component::new("v", 128, "bf16")];
-        Item::paged(n, PagedItem::new(2, components))
-    };
-    let items = names.iter().map(|n| if n.ends_with("attn") { attention(n) } else { falcon(n) }).collect();
-    let groups: [(&[&str], u32, u32); 2] =
-        [(&["layers.0.attn", "layers.1.attn"], tokens, 12), (&["layers.0.mixer", "layers.1.mixer"], 0, 12)];
-    let style = LayoutStyle { share: true, ..LayoutStyle::HND };
-    cut(Shape::new(items, tp).groups(&groups).rule(falcon_rule).style(style), &names, stages)
 }
 
 #[test]
@@ -211,14 +157,6 @@ fn packed_rows_on_one_side_only() {
         both(&llama(src_tp).style(ROWS), &llama(dst_tp));
     }
     both(&deepseek(2).style(ROWS), &deepseek(4));
-}
-
-/// An MLA model with an indexer: two groups of different pages.
-fn sparse(tp: u32, indexer_block: u32) -> Shape {
-    let items = vec![mla("layers.0"), mla("layers.1"), indexer("layers.0.indexer"), indexer("layers.1.indexer")];
-    let groups: [(&[&str], u32, u32); 2] =
-        [(&["layers.0", "layers.1"], 64, 6), (&["layers.0.indexer", "layers.1.indexer"], indexer_block, 12)];
-    Shape::new(items, tp).groups(&groups)
 }
 
 #[test]
@@ -325,13 +263,6 @@ fn token_major_blocks_re_sharded() {
     }
 }
 
-/// Attention in blocks of `kernels` kernel blocks of 16 tokens beside a state: the reference pads attention blocks until a page
-/// is as large as a state, which depends on the TP size.
-fn padded_hybrid(tp: u32, kernels: u32) -> Shape {
-    let style = LayoutStyle { share: true, kernel_block: Some(16), ..LayoutStyle::HND };
-    falcon_h1(tp, &[4], 16 * kernels).style(style)
-}
-
 #[test]
 fn mamba_with_unequal_ratio_and_prefix_caching() {
     for (src, dst) in [((2, 3), (1, 5)), ((1, 5), (2, 3)), ((2, 2), (2, 4))] {
@@ -426,11 +357,6 @@ fn llama_of_two(tp: u32) -> Shape {
     Shape::new(vec![gqa("layers.0", 2), gqa("layers.1", 2)], tp)
 }
 
-/// An MLA target with a draft of two KV heads in the target's group.
-fn with_gqa_draft(tp: u32) -> Shape {
-    Shape::new(vec![mla("layers.0"), mla("layers.1"), gqa("draft.0", 2)], tp)
-}
-
 #[test]
 fn gqa_draft_under_an_mla_target() {
     for (src, dst) in [(4, 2), (8, 1), (2, 4), (4, 3), (1, 8)] {
@@ -521,31 +447,6 @@ fn states_of_other_kinds_re_sharded() {
         let _delta = proven(&delta(src), &delta(dst));
         let _mamba = proven(&grouped(src), &grouped(dst));
     }
-}
-
-/// Compressed sparse attention in small: heads with all tokens, a latent for every four tokens, the compressor's ring of 32
-/// tokens, a gated delta net, and a short convolution that all ranks have whole.
-fn compressed(tp: u32, share: bool) -> Shape {
-    let latent = |n: &str| Component::new(n, 1152, "bf16");
-    let ring = PagedItem { retention: Retention::Ring(Tokens::new(32)), ..PagedItem::new(1, vec![latent("pending")]) };
-    let items = vec![
-        gqa("layers.0.attn", 2),
-        Item::paged("layers.0.compressed", PagedItem { tokens_per_entry: 4, ..PagedItem::new(1, vec![latent("kv")]) }),
-        Item::paged("layers.0.ring", ring),
-        delta_net("layers.1", 2, 4),
-        Item::state("layers.0.ple", StateItem { parts: vec![StatePart::new("conv", 1024, 3, 2, "bf16")] }),
-    ];
-    let groups: [(&[&str], u32, u32); 4] = [
-        (&["layers.0.attn", "layers.0.compressed"], 16, 12),
-        (&["layers.0.ring"], 16, 12),
-        (&["layers.1"], 0, 12),
-        (&["layers.0.ple"], 0, 12),
-    ];
-    let rule = |item: &Item, part: usize| match item.name.as_str() {
-        "layers.0.ple" => HeadRule::Whole,
-        _ => delta_rule(item, part),
-    };
-    Shape::new(items, tp).groups(&groups).rule(rule).style(LayoutStyle { share, ..LayoutStyle::HND })
 }
 
 #[test]

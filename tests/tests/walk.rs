@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use kvferry::{
-    Address, Assurance, Closing, ContentKey, FailureCause, LeaseTerms, OwnerEvent, PullError, PullSpec, RankId,
+    Address, Assurance, Closing, ContentKey, FailureCause, LeaseTerms, Mode, OwnerEvent, PullError, PullSpec, RankId,
     Reference, StartError,
 };
 use kvferry_oracle::Memory;
@@ -21,8 +21,25 @@ use kvferry_tests::running::{
 };
 use kvferry_transport::mem::MemFaults;
 
+/// The producer's ranks write.
+const PUSH: Mode = Mode::Push { progress: false };
+
+fn by(mode: Mode, spec: PullSpec) -> PullSpec {
+    PullSpec { mode: Some(mode), ..spec }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_walk() {
+    walked(Mode::Pull).await;
+}
+
+/// The same with the producer's ranks writing: nothing else is different for the engines.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_walk_pushed() {
+    walked(PUSH).await;
+}
+
+async fn walked(mode: Mode) {
     // Steps 1 to 3: two engines, six ranks, described, registered and joined.
     let mut world = World::start().await;
     let mut events = world.p.owner.take_events().unwrap();
@@ -34,7 +51,7 @@ async fn the_walk() {
 
     // Steps 4 to 6 on first contact (owners meet, caches are compared, peers are named), then 7 (bind), 8 (which bytes), 9
     // (bounds), 10 (they move), 11 (both sides digest them), 12 (one release: held), 13 (the engine is told).
-    let delivered = world.pull(&carried, wish(Assurance::Full)).await.unwrap();
+    let delivered = world.pull(&carried, by(mode, wish(Assurance::Full))).await.unwrap();
 
     // Who read how much from whom: each decode rank has two heads, each prefill rank one.
     let report = delivered.report();
@@ -52,19 +69,27 @@ async fn the_walk() {
     // The producer has its blocks again, and the lease never answers *held* again.
     let released = event(&mut events).await.unwrap();
     assert_eq!(released, OwnerEvent::Released { lease: reference.lease(), how: Closing::Read });
-    let again = world.pull(&reference, wish(Assurance::Full)).await;
+    let again = world.pull(&reference, by(mode, wish(Assurance::Full))).await;
     assert_eq!(cause(again), FailureCause::Refused(BindRefusal::UnknownLease));
     world.stop().await;
 }
 
+/// Pulls, pushes, and both among each other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_pulls_at_a_time_each_end_once() {
+    many(|_| Mode::Pull).await;
+    many(|_| PUSH).await;
+    many(|i| if i % 3 == 0 { Mode::Pull } else { PUSH }).await;
+}
+
+async fn many(mode: impl Fn(u32) -> Mode) {
     let world = World::roomy(20).await;
     let mut handles = Vec::new();
     for i in 0..20 {
         let reference = world.p.owner.offer(offer()).await.unwrap();
         let assurance = if i % 2 == 0 { Assurance::Full } else { Assurance::Fenced };
-        handles.push(world.d.owner.pull(reference, wish_into(i, assurance)).await.unwrap());
+        let spec = by(mode(i), wish_into(i, assurance));
+        handles.push(world.d.owner.pull(reference, spec).await.unwrap());
     }
     for handle in handles {
         let delivered = handle.await.unwrap();
@@ -79,13 +104,15 @@ async fn many_pulls_at_a_time_each_end_once() {
 async fn a_full_hit_reads_nothing_and_releases() {
     let mut world = World::start().await;
     let mut events = world.p.owner.take_events().unwrap();
-    let reference = world.p.owner.offer(offer()).await.unwrap();
-    let mut all = wish(Assurance::Full);
-    all.groups = vec![wanted(&DST_BLOCKS, TOKENS)];
-    let delivered = world.pull(&reference, all).await.unwrap();
-    assert_eq!((delivered.report().bytes().get(), delivered.report().zeroed.get()), (0, 0));
-    assert!(world.d.store() == Memory::background(&world.d.manifest), "nothing was touched");
-    assert!(matches!(event(&mut events).await, Some(OwnerEvent::Released { how: Closing::Read, .. })));
+    for mode in [Mode::Pull, PUSH] {
+        let reference = world.p.owner.offer(offer()).await.unwrap();
+        let mut all = by(mode, wish(Assurance::Full));
+        all.groups = vec![wanted(&DST_BLOCKS, TOKENS)];
+        let delivered = world.pull(&reference, all).await.unwrap();
+        assert_eq!((delivered.report().bytes().get(), delivered.report().zeroed.get()), (0, 0));
+        assert!(world.d.store() == Memory::background(&world.d.manifest), "nothing was touched");
+        assert!(matches!(event(&mut events).await, Some(OwnerEvent::Released { how: Closing::Read, .. })));
+    }
     world.stop().await;
 }
 
