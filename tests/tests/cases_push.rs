@@ -188,7 +188,7 @@ async fn fr_03_a_write_that_cannot_be_posted_is_told() {
 async fn fr_05_a_producer_that_never_reports_holds_blocks_for_a_bounded_time() {
     let network = MemNetwork::new(7);
     let p = Mortal::start("prefill", &network, kvferry::Address::loopback(0), prefill_shape()).await;
-    let told = |o: kvferry::OwnerBuilder| o.reclaim_after(Some(2 * SECOND));
+    let told = |o: kvferry::OwnerBuilder| o.reclaim_after(Some(4 * SECOND));
     let mut d = Running::start_as("decode", &roomy_shape(2), &network, told).await;
     let mut events = d.owner.take_events().unwrap();
     fill(&p.engine, &d);

@@ -46,7 +46,7 @@ async fn rs_01_another_engine_on_the_port_of_one_that_pushed() {
     let network = MemNetwork::new(7);
     let first = Mortal::start("prefill-1", &network, Address::loopback(0), prefill_shape()).await;
     let at = first.engine.address();
-    let told = |o: OwnerBuilder| o.reclaim_after(Some(4 * SECOND));
+    let told = |o: OwnerBuilder| o.reclaim_after(Some(8 * SECOND));
     let mut d = Running::start_as("decode", &roomy_shape(5), &network, told).await;
     let mut events = d.owner.take_events().unwrap();
     fill(&first.engine, &d);
