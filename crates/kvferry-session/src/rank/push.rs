@@ -317,13 +317,9 @@ impl Push {
         if !self.order.progress || self.has_failed() {
             return None;
         }
-        let whole = self.targets.values().all(|t| t.done.is_whole());
-        let done = if whole {
-            Some(self.order.request.tokens)
-        } else {
-            self.targets.values().filter_map(Target::tokens_done).min()
-        };
-        let done = done?.min(self.order.request.tokens);
+        // Who writes no tokens has none to wait for.
+        let done = self.targets.values().filter_map(Target::tokens_done).min();
+        let done = done.unwrap_or(self.order.request.tokens).min(self.order.request.tokens);
         (done > self.told).then(|| {
             self.told = done;
             done
