@@ -111,10 +111,9 @@ pub(crate) enum Command {
     /// The `number`-th pull of this owner.
     Pull {
         number: u64,
-        wish: Box<PullWish>,
+        /// With whoever wants to know how much is in place.
+        wish: Box<(PullWish, Option<watch::Sender<Tokens>>)>,
         done: oneshot::Sender<Outcome>,
-        /// For one that wants to know how much is in place.
-        progress: Option<watch::Sender<Tokens>>,
         span: PullSpan,
     },
     Cancel {
@@ -378,9 +377,10 @@ impl Driver {
             Command::Withdraw { lease, reply } => {
                 let _ = reply.send(self.session.withdraw(lease, now));
             }
-            Command::Pull { number, wish, done, progress, span } => {
+            Command::Pull { number, wish, done, span } => {
+                let (wish, progress) = *wish;
                 let mode = wish.mode;
-                let pull = self.session.pull(*wish, now);
+                let pull = self.session.pull(wish, now);
                 debug_assert_eq!(pull, PullId(number), "pulls are counted alike here and there");
                 self.pulls.insert(pull, Waiting { done, progress });
                 self.observer.pulling(pull, mode, span);

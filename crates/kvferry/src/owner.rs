@@ -349,13 +349,13 @@ impl Owner {
             policy: spec.policy.into(),
         };
         let span = PullSpan::new(&self.shared.engine, &wish.fence, mode);
-        let wish = Box::new(wish);
         let (done, result) = oneshot::channel();
         let (progress, seen) = match mode {
             Mode::Push { progress: true } => Some(watch::channel(Tokens::ZERO)).unzip(),
             _ => (None, None),
         };
-        let command = |number| News::Called(Command::Pull { number, wish, done, progress, span });
+        let wish = Box::new((wish, progress));
+        let command = |number| News::Called(Command::Pull { number, wish, done, span });
         let number = self.caller.0.send_numbered(command).ok_or(CallError::Shutdown)?;
         Ok(PullHandle::new(PullId(number), result, seen, self.caller.clone()))
     }

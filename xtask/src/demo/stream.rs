@@ -170,8 +170,9 @@ async fn by_the_model(args: &Args, service: &Arc<Service>, layers: &[Layer]) -> 
         for layer in layers {
             let until = at.saturating_add(nanos(args.layer_time()));
             tokio::time::sleep(Duration::from_nanos(until.saturating_sub(clock()))).await;
-            announce(&stream, layer, args.tokens).await?;
+            // The next one is computed while this one is announced.
             let now = clock();
+            announce(&stream, layer, args.tokens).await?;
             times.push((at, now.max(at)));
             at = now;
         }

@@ -46,10 +46,10 @@ impl ReadyPort {
         }
         waiting.push_back(ready);
         drop(waiting);
-        match (&*self.wake).write(&[1]) {
-            Ok(_) => true,
+        match (&*self.wake).write_all(&[1]) {
+            Ok(()) => true,
             // It has enough to wake up from.
-            Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
         }
     }
 }
