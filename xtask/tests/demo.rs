@@ -114,7 +114,7 @@ fn every_promised_shape_is_pushed() {
 fn layers_are_written_while_others_are_computed() {
     let file = std::env::temp_dir().join(format!("kvferry-demo-{}.svg", std::process::id()));
     for (shape, layers) in [
-        ("--layers 6 --tokens 400 --prefill tp=2 --decode tp=1", 6),
+        ("--layers 6 --tokens 400 --prefill tp=2 --decode tp=1", 6u32),
         ("--layers 4 --tokens 200 --prefill tp=2,pp=2 --decode tp=2,pp=2 --transport mem", 4),
         (HYBRIDS[0], 4),
         ("--model deepseek-v3 --layers 3 --tokens 100 --prefill tp=2,dcp=2 --decode tp=2", 3),
@@ -131,9 +131,9 @@ fn layers_are_written_while_others_are_computed() {
         assert_eq!(summary["leases"], serde_json::json!({"offered": 6, "ended": {"read": 6}}), "{args}");
         let stream = &summary["stream"];
         let lines = stream["lines"].as_array().unwrap();
-        assert_eq!((stream["layers"].as_u64(), lines.len()), (Some(layers), layers as usize), "{args}");
+        assert_eq!((stream["layers"].as_u64(), lines.len()), (Some(u64::from(layers)), layers as usize), "{args}");
         let prefill = stream["prefill_seconds"].as_f64().unwrap();
-        assert!(prefill >= 0.008 * layers as f64, "{stream:#}");
+        assert!(prefill >= 0.008 * f64::from(layers), "{stream:#}");
         // One request's.
         let bytes: u64 = lines.iter().map(|l| l["bytes"].as_u64().unwrap()).sum();
         assert_eq!(bytes * 2, moved, "{stream:#}");
