@@ -1,6 +1,6 @@
 //! An engine of a world: its blocks, its memory, its owner and its ranks.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,6 +45,8 @@ pub(crate) struct Rank<E> {
     pub(crate) session: Option<RankSession>,
     pub(crate) memory: Option<RankMemory>,
     pub(crate) endpoint: EndpointId,
+    /// When this life began.
+    pub(crate) since: Duration,
     /// Its owner's name for the link.
     pub(crate) link: Option<RankLinkId>,
     /// When the last message in each direction arrives: a link keeps the order.
@@ -101,8 +103,8 @@ pub(crate) struct Engine<E> {
     pub(crate) leases: BTreeMap<LeaseId, usize>,
     /// Blocks of requests that ended in doubt.
     pub(crate) aside: BTreeMap<PullId, Blocks>,
-    /// Requests that wait for blocks.
-    pub(crate) hungry: BTreeSet<usize>,
+    /// Requests for blocks that another writes, by that one: they must be refused.
+    pub(crate) doomed: BTreeMap<PullId, PullId>,
 }
 
 impl<E> Engine<E> {
@@ -122,7 +124,7 @@ impl<E> Engine<E> {
             pulls: BTreeMap::new(),
             leases: BTreeMap::new(),
             aside: BTreeMap::new(),
-            hungry: BTreeSet::new(),
+            doomed: BTreeMap::new(),
         }
     }
 
@@ -140,7 +142,7 @@ impl<E> Engine<E> {
         self.pulls.clear();
         self.leases.clear();
         self.aside.clear();
-        self.hungry.clear();
+        self.doomed.clear();
     }
 
     /// How many blocks of each group a sequence has, or one slot.

@@ -219,6 +219,44 @@ impl Fabric {
         Touch { writers: count(&node.writers), senders: count(&node.readers) }
     }
 
+    /// The operations that may still touch a block, in words.
+    #[must_use]
+    pub fn touched_by(&self, endpoint: EndpointId, place: Place) -> Vec<String> {
+        let state = self.lock();
+        let Some(at) = state.by_id.get(&endpoint).copied() else { return Vec::new() };
+        let touches = |op: &&Op| {
+            (op.dst_node() == at && op.written.contains(&place)) || (op.node == at && op.sent.contains(&place))
+        };
+        let text = |op: &Op| {
+            let node = |n: usize| state.nodes.get(n).map_or("?".into(), |n| format!("{:?}", n.owner));
+            let (kind, stage, fate) = (op.kind, op.stage, op.fate);
+            let (moved, total) = (op.moved, op.total);
+            format!("{kind} by {} with {}: {moved} of {total}, {stage:?}, {fate:?}", node(op.node), node(op.peer_node))
+        };
+        state.ops.values().filter(touches).map(text).collect()
+    }
+
+    /// How many operations of an engine's ranks may still write a block of another's.
+    pub(crate) fn written_by(&self, engine: u32, endpoint: EndpointId, place: Place) -> usize {
+        let state = self.lock();
+        let Some(at) = state.by_id.get(&endpoint).copied() else { return 0 };
+        let of_engine = |op: &&Op| state.nodes.get(op.node).is_some_and(|n| n.owner.engine == engine);
+        let writes = state.ops.values().filter(|op| op.writes_away() && op.dst_node() == at).filter(of_engine);
+        writes.filter(|op| op.written.contains(&place)).count()
+    }
+
+    /// What is still sent from these blocks of a rank is of no use to anybody, so they may be given back.
+    pub(crate) fn send_for_nothing(&self, endpoint: EndpointId, places: &BTreeSet<Place>) {
+        let mut state = self.lock();
+        let Some(at) = state.by_id.get(&endpoint).copied() else { return };
+        for op in state.ops.values_mut().filter(|op| op.node == at) {
+            op.sent.retain(|place| !places.contains(place));
+        }
+        if let Some(node) = state.nodes.get_mut(at) {
+            node.readers.retain(|place, _| !places.contains(place));
+        }
+    }
+
     /// Operations that have not ended, or whose bytes may still land.
     #[must_use]
     pub fn open(&self) -> usize {

@@ -79,6 +79,8 @@ kinds! {
     Twice = "twice",
     /// A request names a lease that is over.
     StaleFence = "stale-fence",
+    /// An engine asks for, and offers, blocks that a request of its own writes.
+    Overlap = "overlap",
 }
 
 impl fmt::Display for FaultKind {
@@ -92,7 +94,7 @@ impl FaultKind {
     pub(crate) const OF_OPS: &[(Self, u32)] = &[
         (Self::FailedOp, 150),
         (Self::DoubtfulOp, 100),
-        (Self::LateBytes, 150),
+        (Self::LateBytes, 400),
         (Self::LostCompletion, 120),
         (Self::DeafCancel, 3000),
         (Self::SlowOp, 400),
@@ -101,14 +103,14 @@ impl FaultKind {
 
     /// Those that strike at a time, with how many there are at most where they are chosen for a world.
     pub(crate) const AT_TIMES: &[(Self, u64)] = &[
-        (Self::LinkBreak, 3),
+        (Self::LinkBreak, 5),
         (Self::HalfOpen, 3),
         (Self::Partition, 2),
         (Self::DataPartition, 2),
         (Self::OwnerPause, 3),
         (Self::RankPause, 3),
         (Self::RankCrash, 3),
-        (Self::RankLinkLoss, 2),
+        (Self::RankLinkLoss, 4),
         (Self::EngineCrash, 2),
         (Self::SlowRank, 2),
     ];
@@ -116,12 +118,13 @@ impl FaultKind {
     /// Those of requests, with how often in ten thousand where they are chosen for a world.
     pub(crate) const OF_REQUESTS: &[(Self, u32)] = &[
         (Self::Cancel, 800),
-        (Self::Withdraw, 600),
+        (Self::Withdraw, 1500),
         (Self::Decline, 500),
         (Self::Silence, 500),
         (Self::ShortDeadline, 700),
-        (Self::Twice, 500),
+        (Self::Twice, 1500),
         (Self::StaleFence, 300),
+        (Self::Overlap, 500),
     ];
 }
 

@@ -106,6 +106,22 @@ impl RankMemory {
         }
     }
 
+    /// Whether a block's values of one item are what they should be, of those that should be something.
+    pub(crate) fn holds(&self, item: usize, block: u32, mut should: impl FnMut(u64) -> Value) -> bool {
+        let Some(item) = self.places.items.get(item) else { return true };
+        let Some(region) = self.regions.get(item.region) else { return true };
+        let start = item.offset + u64::from(block) * item.stride;
+        let (mut is, mut expected) = (Vec::new(), Vec::new());
+        item.cells.iter().all(|cell| {
+            let Value::Of { content, position } = should(cell.entry) else { return true };
+            let width = usize::try_from(cell.width).unwrap_or(0);
+            is.resize(width, 0);
+            expected.resize(width, 0);
+            write_value(&mut expected, item, cell, content, position);
+            region.read(start + cell.at, &mut is).is_ok() && is == expected
+        })
+    }
+
     /// Overwrites a block with bytes that no request ever has.
     pub(crate) fn scribble(&mut self, place: Place, salt: u64) {
         let items = self.of_group(place.0);

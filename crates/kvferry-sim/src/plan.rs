@@ -39,6 +39,10 @@ pub struct RequestPlan {
     pub push: Option<bool>,
     /// How its offer is made while it is still computed, if it is.
     pub stream: Option<StreamPlan>,
+    /// Whether the consumer wants to go on from the first hole where it fails.
+    pub recompute: bool,
+    /// Another engine that has computed the same.
+    pub replica: Option<u32>,
     /// How long each phase may take: link, bind, transfer, release.
     pub within: [Option<Duration>; 4],
     /// Whether it is made anew, from the prefill on, where it fails.
@@ -106,6 +110,8 @@ impl RequestPlan {
             priority: u8::try_from(rng.below(4) * 60).unwrap_or(0),
             push: None,
             stream: None,
+            recompute: false,
+            replica: None,
             within: [None; 4],
             again: rng.chance(4000),
             wrong: Vec::new(),
@@ -117,9 +123,14 @@ impl RequestPlan {
         if rng.chance(2000) {
             plan.within = [(); 4].map(|()| rng.chance(4000).then(|| rng.time(ms(100), ms(3000))));
         }
+        plan.recompute = rng.chance(4000);
+        let other = rng.small(0, engines.saturating_sub(1));
+        let replica = rng.chance(2000) && plan.stream.is_none() && other != plan.producer && other != plan.consumer;
+        plan.replica = replica.then_some(other);
         let mut rng = Rng::of(&[seed, 0x50, u64::from(number)]);
         for &(kind, _) in FaultKind::OF_REQUESTS {
-            let after = rng.time(ms(0), ms(60));
+            let late = matches!(kind, FaultKind::Withdraw | FaultKind::Cancel);
+            let after = rng.time(ms(0), ms(if late { 300 } else { 60 }));
             let strikes = rng.below(10_000);
             if strikes < u64::from(faults.rates.get(&kind).copied().unwrap_or(0)) {
                 plan.wrong.push((kind, after));

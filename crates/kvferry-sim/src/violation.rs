@@ -114,6 +114,28 @@ pub enum Violation {
         /// What.
         what: String,
     },
+    /// Blocks that a request writes were lent a second time.
+    #[error("engine {engine}: blocks that request {pull} writes are lent a second time: {how}")]
+    LentTwice {
+        /// The engine.
+        engine: u32,
+        /// The request that writes them.
+        pull: u64,
+        /// To whom.
+        how: String,
+    },
+    /// A session says that bytes are in place, and they are not.
+    #[error("engine {engine}: request {pull} says that tokens before {tokens} are in place ({how}), and they are not")]
+    NotInPlace {
+        /// The engine.
+        engine: u32,
+        /// The request.
+        pull: u64,
+        /// The tokens.
+        tokens: u64,
+        /// How it was said.
+        how: &'static str,
+    },
     /// What an engine says of its stream, rightly, is refused.
     #[error("engine {engine}: what is said of a stream is refused: {error}")]
     StreamRefused {
@@ -165,6 +187,8 @@ impl Violation {
             Self::Unreadable { .. } => "unreadable",
             Self::NotEmpty { .. } => "not-empty",
             Self::Spins { .. } => "spins",
+            Self::LentTwice { .. } => "lent-twice",
+            Self::NotInPlace { .. } => "not-in-place",
             Self::StreamRefused { .. } => "stream-refused",
             Self::Untrue { .. } => "untrue",
             Self::Contradiction { .. } => "contradiction",

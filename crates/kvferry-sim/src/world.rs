@@ -162,6 +162,14 @@ pub(crate) struct Request {
     pub(crate) content: u64,
     /// What they were computed from.
     pub(crate) prompt: u64,
+    /// What its bytes were in runs before.
+    pub(crate) former: Vec<u64>,
+    /// Blocks that its lease has besides, from runs before.
+    pub(crate) extra: Vec<Blocks>,
+    /// The request that offers the same at another engine.
+    pub(crate) replica: Option<usize>,
+    /// Whether it only offers, for another.
+    pub(crate) silent: bool,
     /// Which run of its prefill.
     pub(crate) run: Attempt,
     /// Whether all of it is computed.
@@ -281,7 +289,9 @@ impl WorldConfig {
         let mut rng = Rng::of(&[seed, 2]);
         let ops = FaultKind::OF_OPS.iter().filter(|(kind, _)| mask.has(*kind));
         let rates = ops.filter_map(|(kind, _)| Some((*kind, *faults.rates.get(kind)?))).collect();
-        let rate = 1 << rng.between(20, 28);
+        // Some cards are so slow, and some owners so far apart, that much happens while something is on its way.
+        let rate = 1 << rng.between(15, 28);
+        let far = if rng.chance(3000) { ms(rng.between(2, 40)) } else { us(rng.between(50, 2000)) };
         let fabric = FabricConfig { bytes, rate, faults: rates, ..FabricConfig::new(seed) };
         let lease = if rng.chance(5000) {
             LeaseTerms::default()
@@ -308,7 +318,7 @@ impl WorldConfig {
             requests: plans,
             faults,
             fabric,
-            latency: (us(10), us(rng.between(50, 2000))),
+            latency: (us(10), far),
             lease,
             grace: ms(rng.between(50, 2000)),
             reclaim: None,

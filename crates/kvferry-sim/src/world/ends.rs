@@ -14,6 +14,14 @@ use crate::violation::Violation;
 
 impl World {
     pub(crate) fn pull_ended(&mut self, engine: u32, pull: PullId, result: Result<Delivered, Failed>) {
+        if let Some(writer) = self.engines.get_mut(engine as usize).and_then(|e| e.doomed.remove(&pull)) {
+            let how = name(&result);
+            // Where a rank is lost meanwhile, that is said first.
+            if !["Overlap", "RankLost", "NotReady"].contains(&how.as_str()) {
+                self.violates(Violation::LentTwice { engine, pull: writer.0, how: format!("request {pull}: {how}") });
+            }
+            return;
+        }
         let Some(i) = self.engines.get_mut(engine as usize).and_then(|e| e.pulls.remove(&pull)) else {
             return self.violates(Violation::EndedTwice { engine, pull: pull.0 });
         };
@@ -42,6 +50,9 @@ impl World {
                 if how == "Overlap" {
                     let error = failed.cause.to_string();
                     self.violates(Violation::StillLent { engine, error });
+                }
+                if let Some(hole) = failed.report.first_hole() {
+                    self.check_in_place(i, pull, hole.get(), "where it failed");
                 }
                 self.over(i, &how);
                 let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.dst.take()) else { return };
@@ -84,15 +95,12 @@ impl World {
             let late = self.now - last;
             self.violates(Violation::LeaseOverdue { engine, lease: lease.to_string(), late });
         }
+        let by = if how == "Read" { "the end of its lease" } else { UNREAD };
         if let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.src.take()) {
-            self.back_to(engine, &blocks, "the end of its lease");
+            self.back_to(engine, &blocks, by);
         }
-        if how != "Read" {
-            // Where a consumer has asked, its own end tells how it went.
-            let asked = self.requests.get(i).is_some_and(|r| r.pull.is_some() || r.outcome.is_some());
-            if !asked && how != "Declined" {
-                self.note(|_| format!("request {i}: nobody has asked yet"));
-            }
+        for blocks in self.requests.get_mut(i).map(|r| std::mem::take(&mut r.extra)).unwrap_or_default() {
+            self.back_to(engine, &blocks, by);
         }
     }
 
@@ -102,7 +110,8 @@ impl World {
         let terms = self.config.lease;
         let ttl = r.ttl.or(terms.ttl).unwrap_or_default();
         // Those who share the lease count as well.
-        let of_lease = self.requests.iter().enumerate().filter(|(at, x)| *at == i || x.of == Some(i));
+        let of_lease =
+            self.requests.iter().enumerate().filter(|(at, x)| *at == i || x.of == Some(i) || x.replica == Some(i));
         let read = of_lease.filter(|(_, x)| x.pull.is_some()).map(|(_, x)| x.ended.unwrap_or(self.now)).max();
         let slept: Duration = self.engines.iter().map(|e| e.process.slept).sum();
         let extended = read.map_or(Duration::ZERO, |at| at + terms.extension);
@@ -122,6 +131,12 @@ impl World {
         if !self.config.bytes {
             return;
         }
+        // A rank may have begun anew since, and its owner not have heard of that: nobody will use what was delivered.
+        let asked = r.asked;
+        let ranks = self.engines.get(engine as usize).map_or(&[][..], |e| &e.ranks);
+        if ranks.iter().any(|r| r.link.is_none() || r.memory.is_none() || r.since > asked) {
+            return self.absorb(i, &blocks);
+        }
         self.each_block(engine, &blocks, false, |needs, each, position, entry| {
             let token = position * each + entry;
             let (from, to) = needs(n);
@@ -135,6 +150,42 @@ impl World {
         });
         self.absorb_open(engine);
         self.check_memory(engine, &format!("request {i} was delivered"));
+    }
+
+    /// Where a session says that the first tokens of a request are in place, they are: all of one run of its prefill.
+    pub(crate) fn check_in_place(&mut self, i: usize, pull: PullId, tokens: u64, how: &'static str) {
+        let Some(r) = self.requests.get(i) else { return };
+        let of = r.of.and_then(|of| self.requests.get(of)).unwrap_or(r);
+        let contents: Vec<u64> = of.former.iter().copied().chain([of.content]).collect();
+        let (engine, n, cached) = (r.consumer, r.tokens, r.cached);
+        let Some(blocks) = r.dst.as_ref().filter(|_| self.config.bytes && tokens > cached) else { return };
+        let Some(e) = self.engines.get(engine as usize) else { return };
+        let of_blocks = e.block_tokens();
+        let asked = r.asked;
+        let holds = |content: &u64| {
+            e.ranks.iter().filter(|r| r.link.is_some() && r.since <= asked).filter_map(|r| r.memory.as_ref()).all(
+                |memory| {
+                    memory.places.items.iter().enumerate().all(|(at, item)| {
+                        let group = item.group as usize;
+                        let (Some(list), Some(each)) = (blocks.get(group), of_blocks.get(group).copied()) else {
+                            return true;
+                        };
+                        let from = item.needs(n).0.max(cached);
+                        (0u64..).zip(list).filter(|_| each > 0).all(|(position, block)| {
+                            memory.holds(at, *block, |entry| match position * each + entry {
+                                token if (from..tokens).contains(&token) => {
+                                    Value::Of { content: *content, position: token }
+                                }
+                                _ => Value::Keep,
+                            })
+                        })
+                    })
+                },
+            )
+        };
+        if !contents.iter().any(holds) {
+            self.violates(Violation::NotInPlace { engine, pull: pull.0, tokens, how });
+        }
     }
 
     /// What requests in progress, and those in doubt, may have written is as it is.
@@ -222,6 +273,12 @@ impl World {
         let stands = |r: &crate::engine::Rank<Happens>| r.session.is_some() && r.link.is_some();
         let ends = (0u32..).zip(&e.ranks).filter(|(_, r)| stands(r)).map(|(rank, r)| (rank, r.endpoint));
         let ends: Vec<_> = ends.collect();
+        if by == UNREAD {
+            // What is still sent of a lease that nobody has read goes to blocks that are not given back either.
+            let places = (0u32..).zip(blocks).flat_map(|(group, list)| list.iter().map(move |block| (group, *block)));
+            let places = places.collect();
+            ends.iter().for_each(|(_, endpoint)| self.fabric.send_for_nothing(*endpoint, &places));
+        }
         for (rank, endpoint) in ends {
             for (group, list) in (0u32..).zip(blocks) {
                 for block in list {
@@ -229,6 +286,8 @@ impl World {
                     let touch = self.fabric.touching(endpoint, place);
                     if touch.writers > 0 || touch.senders > 0 {
                         let (writers, senders) = (touch.writers, touch.senders);
+                        let by_whom = self.fabric.touched_by(endpoint, place);
+                        self.note(|_| format!("e{engine} rank {rank} {place:?} is touched by {by_whom:?}"));
                         return self.violates(Violation::GivenBackInUse { engine, rank, place, by, writers, senders });
                     }
                 }
@@ -244,6 +303,7 @@ impl World {
             self.over(i, "consumer lost");
         } else if r.producer == engine {
             r.src = None;
+            r.extra.clear();
             if r.pull.is_none() && r.fence.is_none() {
                 self.over(i, "producer lost");
             }
@@ -297,6 +357,9 @@ impl World {
         self.violates(Violation::Overdue { engine, pull: pull.0, late: now - last, waits });
     }
 }
+
+/// The end of a lease that was not read.
+const UNREAD: &str = "the end of its lease, which was not read";
 
 /// How a request ended, in a word.
 fn name(result: &Result<Delivered, Failed>) -> String {

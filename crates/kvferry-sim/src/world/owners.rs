@@ -277,7 +277,13 @@ impl World {
                 *self.stats.outcomes.entry("(reclaimed)".into()).or_default() += 1;
                 self.note(|_| format!("e{engine} uses {blocks} blocks of pull {pull} again"));
             }
-            Effect::Progress { pull, tokens } => self.note(|_| format!("e{engine} pull {pull} is at {tokens}")),
+            Effect::Progress { pull, tokens } => {
+                self.note(|_| format!("e{engine} pull {pull} is at {tokens}"));
+                let request = self.engines.get(engine as usize).and_then(|e| e.pulls.get(&pull)).copied();
+                if let Some(request) = request {
+                    self.check_in_place(request, pull, tokens.get(), "as progress");
+                }
+            }
             Effect::RankLost { rank, .. } => self.note(|_| format!("e{engine} has lost rank {rank}")),
             Effect::Ready(_) => self.note(|_| format!("e{engine} is complete")),
             Effect::JoinRefused(error) => self.note(|_| format!("e{engine} refuses a rank: {error}")),

@@ -29,6 +29,7 @@ impl World {
                 session: None,
                 memory: None,
                 endpoint: EndpointId::new([0; 16]),
+                since: Duration::ZERO,
                 link: None,
                 up: Duration::ZERO,
                 down: Duration::ZERO,
@@ -59,9 +60,9 @@ impl World {
                 self.note(|_| format!("e{engine} rank {rank} begins, life {life}"));
                 let after = self.rng.time(us(20), us(500));
                 self.put(after, Happens::RankAccept(engine, rank, life));
-                let at = self.now + after;
+                let (began, at) = (self.now, self.now + after);
                 if let Some(r) = self.rank(engine, rank) {
-                    (r.up, r.down) = (at, at);
+                    (r.since, r.up, r.down) = (began, at, at);
                 }
                 self.pump_rank(engine, rank);
             }

@@ -8,9 +8,9 @@ use kvferry_geometry::request::{
 use kvferry_geometry::units::{TokenRange, Tokens};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::names::{Attempt, ContentKey, Fence};
-use kvferry_proto::rank::Assurance;
+use kvferry_proto::rank::{Assurance, PullId};
 use kvferry_session::Ttl;
-use kvferry_session::owner::{FailurePolicy, Mode, OfferError, PhaseLimits, PullWish};
+use kvferry_session::owner::{FailurePolicy, Mode, OfferError, PhaseLimits, PullWish, Remedy, Source};
 
 use super::{Happens, Request, Want, World};
 use crate::engine::{Blocks, ids};
@@ -49,6 +49,10 @@ impl World {
             lives: (0, 0),
             content,
             prompt: content,
+            former: Vec::new(),
+            extra: Vec::new(),
+            replica: None,
+            silent: false,
             run: Attempt::FIRST,
             computed: false,
             tokens,
@@ -106,7 +110,8 @@ impl World {
         self.note(|_| format!("request {i} is over: {how}"));
         let Some(r) = self.requests.get_mut(i) else { return };
         r.ended.get_or_insert(now);
-        let again = how != "delivered" && r.plan.again && r.tries + 1 < TRIES && r.of.is_none() && !r.back;
+        let own = r.of.is_none() && !r.back && !r.silent;
+        let again = how != "delivered" && r.plan.again && r.tries + 1 < TRIES && own;
         if again && !self.healed {
             let (number, plan, tries) = (r.number, RequestPlan { wrong: Vec::new(), ..r.plan.clone() }, r.tries + 1);
             let next = self.make(number, plan, tries);
@@ -146,6 +151,7 @@ impl World {
         };
         self.taken(engine, &blocks);
         let life = self.life(engine);
+        self.replicate(i);
         let Some(r) = self.requests.get_mut(i) else { return };
         let content = r.content;
         (r.src, r.lives.0, r.waits) = (Some(blocks.clone()), life, 0);
@@ -156,6 +162,22 @@ impl World {
         self.fill(engine, &blocks, content, 0, tokens);
         self.note(|_| format!("request {i}: e{engine} computes {tokens} tokens in {blocks:?}"));
         self.put(prefill, Happens::Request(i, Want::Offer));
+    }
+
+    /// Another engine computes the same, for whoever can't have it from the first.
+    fn replicate(&mut self, i: usize) {
+        let Some(r) = self.requests.get(i) else { return };
+        let (plan, number, content) = (r.plan.clone(), r.number, r.content);
+        let Some(other) = plan.replica.filter(|_| !r.silent && r.replica.is_none()) else { return };
+        let plan = RequestPlan { producer: other, replica: None, wrong: Vec::new(), again: false, ..plan };
+        let replica = self.make(number, plan, 0);
+        if let Some(r) = self.requests.get_mut(replica) {
+            (r.content, r.prompt, r.silent) = (content, content, true);
+        }
+        if let Some(r) = self.requests.get_mut(i) {
+            r.replica = Some(replica);
+        }
+        self.put(us(1), Happens::Request(replica, Want::Arrive));
     }
 
     fn offer(&mut self, i: usize) {
@@ -197,6 +219,9 @@ impl World {
             e.leases.insert(fence.lease, i);
         }
         self.note(|_| format!("request {i}: e{engine} offers {fence}"));
+        if self.requests.get(i).is_some_and(|r| r.silent) {
+            return self.over(i, "(a replica)");
+        }
         let route = self.rng.time(us(200), ms(20));
         let wrong = |kind| plan.goes_wrong(kind, &mask);
         if let Some(after) = wrong(FaultKind::Withdraw) {
@@ -212,7 +237,7 @@ impl World {
         if let Some(after) = wrong(FaultKind::Twice) {
             self.stats.fault(FaultKind::Twice);
             let number = self.requests.get(i).map_or(0, |r| r.number);
-            let twin = self.make(number, RequestPlan { wrong: Vec::new(), ..plan.clone() }, 0);
+            let twin = self.make(number, RequestPlan { wrong: Vec::new(), replica: None, ..plan.clone() }, 0);
             let engines = u32::try_from(self.engines.len()).unwrap_or(1);
             let prompt = self.requests.get(i).map_or(0, |r| r.prompt);
             if let Some(t) = self.requests.get_mut(twin) {
@@ -272,6 +297,9 @@ impl World {
         let short = plan.goes_wrong(FaultKind::ShortDeadline, &mask);
         let deadline = short.unwrap_or(plan.deadline);
         (r.dst, r.lives.1, r.asked, r.deadline) = (Some(blocks), life, now, deadline);
+        let replica = r.replica.and_then(|at| self.requests.get(at));
+        let replica = replica.and_then(|r| Some((format!("e{}", r.producer), r.fence.clone()?)));
+        let Some(r) = self.requests.get(i) else { return };
         let wish = PullWish {
             address: format!("e{}", r.producer),
             fence,
@@ -281,9 +309,15 @@ impl World {
             assurance: if plan.full && self.config.bytes { Assurance::Full } else { Assurance::Fenced },
             deadline,
             priority: plan.priority,
-            policy: FailurePolicy { attempts: plan.attempts, within: limits(plan.within), ..FailurePolicy::default() },
+            policy: FailurePolicy {
+                attempts: plan.attempts,
+                others: replica.map(|(address, fence)| Source { address, fence }).into_iter().collect(),
+                then: if plan.recompute { Remedy::Recompute } else { Remedy::Fail },
+                within: limits(plan.within),
+            },
             mode: plan.push.map_or(Mode::Pull, |progress| Mode::Push { progress }),
         };
+        let doomed = PullWish { fence: Fence { lease: self.lease_id(), ..wish.fence.clone() }, ..wish.clone() };
         let mut pull = None;
         self.with_owner(engine, |owner, now| pull = Some(owner.pull(wish, now)));
         let Some(pull) = pull else { return };
@@ -304,6 +338,32 @@ impl World {
         }
         let last = self.last_moment(i);
         self.queue.put(last + us(1), Happens::Request(i, Want::Overdue));
+        self.pump_owner(engine);
+        if cached < tokens && plan.goes_wrong(FaultKind::Overlap, &mask).is_some() {
+            self.overlap(i, pull, doomed);
+        }
+    }
+
+    /// The engine asks for, and offers, blocks that a request writes: it must be told so.
+    fn overlap(&mut self, i: usize, pull: PullId, wish: PullWish) {
+        let Some(r) = self.requests.get(i) else { return };
+        let (engine, tokens, prompt) = (r.consumer, r.tokens, r.prompt);
+        let open = self.engines.get(engine as usize).is_some_and(|e| e.pulls.contains_key(&pull));
+        let Some(blocks) = r.dst.clone().filter(|_| open) else { return };
+        self.stats.fault(FaultKind::Overlap);
+        let offer = Offer { groups: self.src_groups(engine, &blocks, tokens, tokens, true), content_key: key(prompt) };
+        let lease = self.lease_id();
+        let (mut offered, mut doomed) = (None, None);
+        self.with_owner(engine, |owner, now| {
+            offered = Some(owner.offer(lease, offer, Ttl::Usual, now));
+            doomed = Some(owner.pull(wish, now));
+        });
+        if let Some(Ok(fence)) = offered {
+            self.violates(Violation::LentTwice { engine, pull: pull.0, how: format!("offered as {fence}") });
+        }
+        if let (Some(doomed), Some(e)) = (doomed, self.engines.get_mut(engine as usize)) {
+            e.doomed.insert(doomed, pull);
+        }
         self.pump_owner(engine);
     }
 

@@ -54,7 +54,7 @@ impl World {
     /// One layer of a chunk, or a chunk, or the end.
     pub(crate) fn prefill_step(&mut self, i: usize, step: u32) {
         let Some(r) = self.requests.get(i) else { return };
-        let (engine, life, tokens, run) = (r.producer, r.lives.0, r.tokens, r.run);
+        let (engine, life, tokens) = (r.producer, r.lives.0, r.tokens);
         let (Some(plan), Some(fence)) = (r.plan.stream, r.fence.clone()) else { return };
         // Nobody computes what nobody will read.
         let Some(blocks) = r.src.clone().filter(|_| life == self.life(engine)) else { return };
@@ -64,7 +64,7 @@ impl World {
             self.with_owner(engine, |owner, now| _ = owner.withdraw(lease, now));
             return self.pump_owner(engine);
         }
-        let restarts = plan.restart == Some(step) && run.get() == 0;
+        let restarts = plan.restart == Some(step) && r.former.is_empty();
         let layers = if plan.layers { self.paged(engine) } else { Vec::new() };
         let per_chunk = u32::try_from(layers.len()).unwrap_or(1).max(1);
         let result = if restarts {
@@ -105,14 +105,26 @@ impl World {
         let Some(r) = self.requests.get(i) else { return Ok(None) };
         let (engine, tokens, prompt) = (r.producer, r.tokens, r.prompt);
         let Some(lease) = r.fence.as_ref().map(|f| f.lease) else { return Ok(None) };
+        let (blocks, left) = self.other_blocks(engine, blocks);
+        let blocks = &blocks;
         let listed = if plan.late { chunk(plan, tokens, 0).1 } else { tokens };
         let groups = self.src_groups(engine, blocks, tokens, listed, false);
         let mut result = Err(StreamError::Unknown { lease });
         self.with_owner(engine, |owner, now| result = owner.restart(lease, groups, now));
-        let run = result?;
-        if let Some(r) = self.requests.get_mut(i) {
-            (r.run, r.content) = (run, hash(&[prompt, u64::from(run.get())]));
-        }
+        let Some(r) = self.requests.get_mut(i) else { return Ok(None) };
+        // What is listed no more is lent until the lease ends; where it is over already, nothing of this is.
+        let run = match result {
+            Ok(run) => run,
+            Err(error) => {
+                let taken = fresh(blocks, r.src.as_ref());
+                self.back_to(engine, &taken, "the refusal of a new run");
+                return Err(error);
+            }
+        };
+        r.former.push(r.content);
+        (r.run, r.content) = (run, hash(&[prompt, r.former.len() as u64]));
+        r.src = Some(blocks.clone());
+        r.extra.extend(left);
         self.note(|_| format!("request {i}: its prefill begins anew, run {run}"));
         // What was computed is overwritten.
         let salt = self.rng.word();
@@ -121,6 +133,22 @@ impl World {
             position: position * each + entry,
         });
         Ok(Some(Some(0)))
+    }
+
+    /// Other blocks for some of the groups of a sequence, if there are enough; with those that it had.
+    fn other_blocks(&mut self, engine: u32, blocks: &Blocks) -> (Blocks, Option<Blocks>) {
+        let luck: Vec<bool> = blocks.iter().map(|_| self.rng.chance(4000)).collect();
+        let wants: Vec<usize> =
+            blocks.iter().zip(&luck).map(|(list, other)| if *other { list.len() } else { 0 }).collect();
+        let taken = self.engines.get_mut(engine as usize).and_then(|e| e.take(&wants));
+        let Some(taken) = taken.filter(|_| luck.contains(&true)) else { return (blocks.clone(), None) };
+        self.taken(engine, &taken);
+        let choose = |(other, (old, new)): (&bool, (&Vec<u32>, &Vec<u32>))| match other {
+            true => (new.clone(), old.clone()),
+            false => (old.clone(), Vec::new()),
+        };
+        let (now, left) = luck.iter().zip(blocks.iter().zip(&taken)).map(choose).unzip();
+        (now, Some(left))
     }
 
     /// Tokens of some items are computed.
@@ -192,6 +220,15 @@ impl World {
 
 /// `Some(Some(step))`: that step is next; `Some(None)`: the one after this; `None`: none.
 type Next = Result<Option<Option<u32>>, StreamError>;
+
+/// Of these blocks those that the others don't have.
+fn fresh(blocks: &Blocks, than: Option<&Blocks>) -> Blocks {
+    let empty = Vec::new();
+    let old = |group: usize| than.and_then(|b| b.get(group)).unwrap_or(&empty);
+    let of_group =
+        |(group, list): (usize, &Vec<u32>)| list.iter().filter(|b| !old(group).contains(b)).copied().collect();
+    blocks.iter().enumerate().map(of_group).collect()
+}
 
 /// The tokens of a chunk.
 fn chunk(plan: StreamPlan, tokens: u64, at: u32) -> (u64, u64) {

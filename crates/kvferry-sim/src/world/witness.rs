@@ -65,16 +65,18 @@ impl World {
             PeerMessage::Written(written) => {
                 let ends = written.writers.iter().map(|(rank, end)| (*rank, end));
                 let doubt = !in_doubt(ends).is_empty();
-                if doubt { None } else { self.is_written(other.0, &written.fence) }
+                if doubt { None } else { self.is_written((engine, other.0), &written.fence) }
             }
-            PeerMessage::Closed(closed) if closed.how == Closing::Restarted => self.is_written(other.0, &closed.fence),
+            PeerMessage::Closed(closed) if closed.how == Closing::Restarted => {
+                self.is_written((engine, other.0), &closed.fence)
+            }
             PeerMessage::Stopped(stopped) if stopped.writers != Stoppage::Unknown => {
                 let (lease, attempt) = (stopped.fence.lease, stopped.fence.attempt);
                 let last = self.witness.stopped.entry((other.0, lease)).or_insert(attempt);
                 *last = attempt.max(*last);
                 let offered = self.is_offered(engine, &stopped.fence);
                 if stopped.writers == Stoppage::All {
-                    offered.or_else(|| self.is_written(other.0, &stopped.fence))
+                    offered.or_else(|| self.is_written((engine, other.0), &stopped.fence))
                 } else {
                     offered
                 }
@@ -117,7 +119,7 @@ impl World {
     }
 
     /// Whether blocks of a request are written of which its engine is told that they aren't any more.
-    fn is_written(&self, consumer: u32, fence: &Fence) -> Option<String> {
+    fn is_written(&self, (producer, consumer): (u32, u32), fence: &Fence) -> Option<String> {
         let of_lease = |r: &&super::Request| {
             r.consumer == consumer
                 && r.lives.1 == self.life(consumer)
@@ -132,7 +134,7 @@ impl World {
             };
             let places = (0u32..).zip(blocks).flat_map(|(group, list)| list.iter().map(move |block| (group, *block)));
             for place in places {
-                let writers: u32 = ends.iter().map(|end| self.fabric.touching(*end, place).writers).sum();
+                let writers: usize = ends.iter().map(|end| self.fabric.written_by(producer, *end, place)).sum();
                 if writers > 0 {
                     let (group, block) = place;
                     return Some(format!(
