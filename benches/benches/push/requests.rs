@@ -32,9 +32,9 @@ pub(crate) async fn run() {
          delivered.\nCPU of both engines from the offer on; memcpy: the same runs with as many threads as kvferry-shm has\n"
     );
     println!(
-        "| engines | blocks | moved | runs | pull p50 | p99 | push p50 | p99 | push/pull | CPU pull | CPU push | memcpy | pull GB/s | push GB/s | memcpy GB/s |"
+        "| engines | blocks | moved | runs | pull p50 | p99 | push p50 | p99 | push/pull | CPU pull | CPU push | memcpy | CPU memcpy | pull GB/s | push GB/s | memcpy GB/s |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for apart in [false, true] {
         for width in [16, 256] {
             let tokens = u64::from(most) * BLOCK;
@@ -96,7 +96,8 @@ impl Bench {
         }
         let warm = self.once(p, case, &into, true).await.max(Duration::from_micros(1));
         let turn = (TURN.as_nanos() / warm.as_nanos()).clamp(1, 1000);
-        let (mut ways, mut copies) = ([Way::default(), Way::default()], Vec::new());
+        let mut ways: [Way; 2] = Default::default();
+        let mut copies = Way::default();
         let began = Instant::now();
         loop {
             for (push, way) in [(false, 0), (true, 1)] {
@@ -109,7 +110,9 @@ impl Bench {
                 ways[way].cpu.push(spent / u32::try_from(turn).unwrap());
             }
             for _ in 0..turn.min(20) {
-                copies.push(tokio::task::block_in_place(|| self.memcpy(&runs, bytes)));
+                let before = cpu();
+                copies.took.push(tokio::task::block_in_place(|| self.memcpy(&runs, bytes)));
+                copies.cpu.push(cpu().saturating_sub(before));
             }
             if began.elapsed().as_secs_f64() >= seconds() {
                 break;
@@ -119,7 +122,7 @@ impl Bench {
             way.took.sort();
             (quantile(&way.took, 500), quantile(&way.took, 990), median(way.cpu))
         });
-        let copy = median(copies);
+        let (copy, copy_cpu) = (median(copies.took), median(copies.cpu));
         let engines = if apart { "two processes" } else { "one process" };
         let how = match (order, to == BLOCK) {
             (_, false) => format!("{blocks}, scattered, into blocks of {to}"),
@@ -128,7 +131,7 @@ impl Bench {
         };
         let rate = |time: f64| if bytes < LARGE { "-".into() } else { format!("{:.2}", bytes as f64 / time / 1e9) };
         println!(
-            "| {engines} | {how} | {} | {} | {} | {} | {} | {} | {:.2} | {} | {} | {} | {} | {} | {} |",
+            "| {engines} | {how} | {} | {} | {} | {} | {} | {} | {:.2} | {} | {} | {} | {} | {} | {} | {} |",
             size(bytes),
             runs.len(),
             told(pull.0),
@@ -139,6 +142,7 @@ impl Bench {
             told(pull.2),
             told(push.2),
             told(copy),
+            told(copy_cpu),
             rate(pull.0),
             rate(push.0),
             rate(copy)
@@ -156,7 +160,8 @@ impl Bench {
     }
 
     fn memcpy(&self, runs: &[Descriptor], bytes: u64) -> Duration {
-        let threads = if bytes < LARGE { 1 } else { kvferry_shm::Config::default().threads };
+        // Who makes a thread for little waits for the thread.
+        let threads = if bytes < 4 * LARGE { 1 } else { kvferry_shm::Config::default().threads };
         let (src, dst) = (&self.yardstick, &self.memory);
         let began = Instant::now();
         shared_out(runs, threads.min(runs.len()), |some| {

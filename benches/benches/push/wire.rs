@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_benches::engines::{BLOCK, listed, shape, wanted};
-use kvferry_geometry::units::{ItemId, RankId, TokenRange, Tokens};
+use kvferry_geometry::units::{Bytes, ItemId, RankId, TokenRange, Tokens};
+use kvferry_memory::{BufferOptions, SharedBuffer};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::names::{Attempt, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::PeerMessage;
@@ -17,7 +18,7 @@ use kvferry_session::{LocalCache, OwnerConfig, OwnerSession, RankSession, Ttl};
 use kvferry_sim::SimTransport;
 use kvferry_sim::fabric::{Fabric, FabricConfig, Owner};
 use kvferry_sim::queue::Queue;
-use kvferry_transport::{EndpointId, Region};
+use kvferry_transport::EndpointId;
 use rustix::event::EventfdFlags;
 
 use crate::requests::{size, told};
@@ -145,9 +146,17 @@ impl World {
             let name = EndpointId::new([u8::try_from(engine).unwrap() + 1; 16]);
             let mut transport = Box::new(SimTransport::new(&fabric, at, name, quiet.clone()));
             let manifest = manifests.into_iter().next().unwrap();
-            let lens = manifest.layout.regions.iter().map(|r| usize::try_from(r.len.get()).unwrap());
+            let lens: Vec<usize> =
+                manifest.layout.regions.iter().map(|r| usize::try_from(r.len.get()).unwrap()).collect();
             // Never touched, so it costs addresses only.
-            let memory = lens.map(|len| Region::zeroed(len).unwrap()).collect();
+            let all = Bytes::new(lens.iter().sum::<usize>() as u64);
+            let all = SharedBuffer::new("kvferry bench", all, BufferOptions::default()).unwrap().region();
+            let mut at = 0;
+            let part = |len| {
+                at += len;
+                all.part(at - len, len).unwrap()
+            };
+            let memory = lens.into_iter().map(part).collect();
             let cache = LocalCache::register(&mut *transport, manifest, memory).unwrap();
             let who = RankIdentity { engine: engine_id, rank: RankId::ZERO, epoch: Epoch::new(2) };
             let rank = RankSession::new(who, transport, cache);
