@@ -268,7 +268,12 @@ impl World {
                 self.witness_closed(fence.lease, how);
                 self.lease_closed(engine, fence.lease, &format!("{how:?}"));
             }
-            Effect::PullEnded { pull, result } => self.pull_ended(engine, pull, *result),
+            Effect::PullEnded { pull, result } => {
+                if let Ok(delivered) = &*result {
+                    self.witness_delivered(engine, &delivered.report().fence);
+                }
+                self.pull_ended(engine, pull, *result);
+            }
             Effect::Contradiction { fence, peer, what } => {
                 let what = format!("{peer} about {fence}: {what}");
                 self.violates(Violation::Contradiction { engine, what });

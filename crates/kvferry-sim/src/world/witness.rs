@@ -1,4 +1,4 @@
-//! Whether what producers say of their leases is true, as far as it can be seen from outside.
+//! Whether what owners say of leases is true, as far as it can be seen from outside.
 //!
 //! A lie may do no harm in the world that it is told in: others would have to believe it at the wrong moment.
 
@@ -21,6 +21,8 @@ type Life = (u32, u32);
 pub(crate) struct Witness {
     /// Leases that were closed as read, of which that has not been said.
     read: BTreeSet<LeaseId>,
+    /// Which attempts were said to have been held, and to which engine.
+    held: BTreeSet<(u32, LeaseId, Attempt)>,
     /// Heartbeats, by their sender and number: the leases that they are for.
     beats: BTreeMap<(Life, u64), Vec<LeaseId>>,
     /// Who has asked for which attempt of a lease.
@@ -35,6 +37,14 @@ impl World {
     pub(crate) fn witness_closed(&mut self, lease: LeaseId, how: Closing) {
         if how == Closing::Read {
             self.witness.read.insert(lease);
+        }
+    }
+
+    /// A consumer has delivered what it has of a lease: its producer must have said that it held that.
+    pub(crate) fn witness_delivered(&mut self, engine: u32, fence: &Fence) {
+        if !self.witness.held.remove(&(engine, fence.lease, fence.attempt)) {
+            let what = format!("{fence} is delivered, and its producer has not said that it held it");
+            self.violates(Violation::Untrue { engine, what });
         }
     }
 
@@ -59,6 +69,7 @@ impl World {
                 wrong.map(|(lease, left)| format!("lease {lease} is closed, and said to have time left: {left:?}"))
             }
             PeerMessage::ReleaseAnswer(answer) if answer.verdict == Verdict::Held => {
+                self.witness.held.insert((other.0, answer.fence.lease, answer.fence.attempt));
                 let read = self.witness.read.remove(&answer.fence.lease);
                 (!read).then(|| format!("{} was not closed as read, or that was said before", answer.fence))
             }
