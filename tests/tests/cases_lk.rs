@@ -45,7 +45,12 @@ fn blocks(n: u32) -> [u32; 3] {
 fn wish(n: u32) -> PullSpec {
     let key = kvferry_tests::running::key();
     let spec = PullSpec::new(Tokens::new(37), vec![wanted(&blocks(n), 0)], key);
-    PullSpec { assurance: Assurance::Fenced, deadline: 60 * SECOND, attempts: 1, ..spec }
+    PullSpec {
+        assurance: Assurance::Fenced,
+        deadline: 60 * SECOND,
+        policy: kvferry::FailurePolicy { attempts: 1, ..spec.policy.clone() },
+        ..spec
+    }
 }
 
 /// Both engines and what was counted of them.
