@@ -228,6 +228,9 @@ impl OwnerSession {
         if self.is_of(link, fence) {
             self.loans.writers_stopped(fence, &stopped.writers);
             self.evidence_has_come();
+            if stopped.writers == Stoppage::Unknown && self.loans.doubts(&fence.engine) {
+                self.greet_anew(&fence.engine);
+            }
         }
         let Some(id) = self.pulls.find(fence, link) else { return };
         let doubted = |of: &Receiving| match &stopped.writers {

@@ -301,6 +301,21 @@ impl OwnerSession {
         }
     }
 
+    /// An engine doesn't know of writers of its own in a former life: only what it says of itself now can tell of them, and it says that
+    /// on a new link. One that was greeted just now has said it.
+    pub(super) fn greet_anew(&mut self, engine: &EngineId) {
+        let (now, rest) = (self.now, self.config.retry.most);
+        let is_old = |link: Option<LinkId>| {
+            let asked = link.and_then(|link| self.links.asked(link));
+            asked.is_none_or(|asked| asked.saturating_add(rest) <= now)
+        };
+        let seeking = self.roads.roads.iter().filter(|(_, r)| r.evidence && r.engine == *engine && is_old(r.link));
+        let roads: Vec<RoadId> = seeking.map(|(id, _)| *id).collect();
+        for road in roads {
+            self.travel_anew(road);
+        }
+    }
+
     /// Evidence has come: nobody is asked any more who isn't in doubt.
     pub(super) fn evidence_has_come(&mut self) {
         let seeking = self.roads.roads.iter().filter(|(_, r)| r.evidence && !self.loans.doubts(&r.engine));

@@ -759,3 +759,30 @@ fn a_cancel_while_it_halts_is_the_end() {
     w.carry(nothing);
     assert_eq!((w.end_of(pull).as_str(), w.failed(pull).report.attempts), ("Cancelled", 1));
 }
+
+/// The producer's owner is in another life and knows nothing of its writers' former one; the link on which it says so is older than
+/// their next life. It is greeted anew, and then shows that.
+#[test]
+fn an_engine_that_does_not_know_is_greeted_anew() {
+    let (mut w, fence, pull) = world();
+    let now = w.now;
+    // Its next life comes up on the links that there are, as far as the consumer can see.
+    w.d.session.cancel(pull, now);
+    w.carry(losing(&["Stop"]));
+    w.pass(10 * SECOND, losing(&["Stop"]));
+    assert!(w.end_of(pull) == "Cancelled" && w.d.session.quarantined() > 0);
+    let before = w.links.len();
+    let unknown = PeerMessage::Stopped(Stopped { fence, writers: Stoppage::Unknown });
+    let ours = w.links[0].0;
+    w.d.session.peer_message(ours, unknown.clone(), w.now);
+    w.d.take();
+    assert_eq!((before, w.d.connects.len()), (1, 1));
+    // One that was just greeted is not greeted again for each such answer.
+    w.carry(losing(&["Stop"]));
+    let ours = w.links.last().unwrap().0;
+    for _ in 0..3 {
+        w.d.session.peer_message(ours, unknown.clone(), w.now);
+        w.carry(losing(&["Stop"]));
+        assert!(w.d.connects.is_empty() && w.links.len() <= 2);
+    }
+}
