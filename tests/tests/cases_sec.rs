@@ -62,8 +62,11 @@ fn sec_01_a_frame_is_parsed_by_its_kind_alone() {
             let frame = Frame { kind, body: body.clone() };
             assert!(decode_peer(&frame).is_err(), "kind {kind}");
             assert!(decode_from_rank(&frame).is_err(), "kind {kind}");
-            // A rank trusts its owner; the last two are a cancellation of the request, the digest or the gather of that number.
-            let cancels = matches!(kind, kind::CANCEL | kind::CANCEL_DIGEST | kind::GATHER_END);
+            // A rank trusts its owner; the last two are a cancellation of the request, digest, gather, push or stream of that number.
+            let cancels = matches!(
+                kind,
+                kind::CANCEL | kind::CANCEL_DIGEST | kind::GATHER_END | kind::CANCEL_PUSH | kind::STREAM_END
+            );
             assert!(decode_to_rank(&frame).is_err() || number >= 3 && cancels, "kind {kind}");
         }
     }

@@ -125,9 +125,10 @@ fn frames() {
     replay(
         "wire",
         &[
-            "kind 1", "kind 3", "kind 4", "kind 5", "kind 17", "kind 20", "kind 21", "kind 22", "kind 36", "kind 37",
-            "kind 64", "kind 65", "kind 68", "kind 69", "kind 80", "kind 84", "kind 89", "kind 90", "kind 91", "Body",
-            "Meaning", "Trailing", "TooLong",
+            "kind 1", "kind 3", "kind 4", "kind 5", "kind 17", "kind 20", "kind 21", "kind 22", "kind 24", "kind 25",
+            "kind 26", "kind 27", "kind 28", "kind 36", "kind 37", "kind 64", "kind 65", "kind 68", "kind 69",
+            "kind 70", "kind 71", "kind 80", "kind 84", "kind 89", "kind 90", "kind 91", "kind 92", "kind 93",
+            "kind 94", "kind 95", "kind 96", "Body", "Meaning", "Trailing", "TooLong",
         ],
     );
 }
