@@ -403,9 +403,10 @@ async fn judge(
     if kills.len() != args.kills as usize {
         faults.push(format!("{} of {} ranks were killed", kills.len(), args.kills));
     }
-    faults.extend(
-        kills.iter().filter(|k| k.failed.is_empty()).map(|k| format!("the kill of {} failed no request", k.rank)),
-    );
+    // On a busy machine a kill may come when its rank has just nothing to do; but not each of them.
+    if kills.iter().all(|k| k.failed.is_empty()) {
+        faults.push("no kill has failed a request; give more requests".into());
+    }
     if let Err(error) = service.nothing_in_doubt().await {
         faults.push(error.to_string());
     }
