@@ -1,6 +1,8 @@
 //! Worlds that run to their end, the same every time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+use std::time::Duration;
+
 use kvferry_sim::shrink::{Kind, trace};
 use kvferry_sim::{Mask, Replay, Stats, World, WorldConfig};
 
@@ -54,4 +56,25 @@ fn what_is_left_out_does_not_happen() {
     let without = "7:kjitter,slow-op,failed-op,lane-fails,clock-skew".parse::<Replay>().unwrap();
     let faults = run(Kind::Small.config(&without)).stats.faults;
     assert!(faults.keys().all(|k| !without.mask.without.contains(k)), "{faults:?}");
+}
+
+/// Blocks in doubt are used again by their age. That holds as long as no byte comes later than the engine vouches for.
+#[test]
+fn what_reclaim_after_assumes_holds_or_breaks() {
+    // Staging memory in doubt is the rank's own, and waits for its next life.
+    let world = |seed, reclaim| {
+        let small = WorldConfig::small(seed, Mask::default());
+        WorldConfig { reclaim: Some(reclaim), staging: None, ..small }
+    };
+    // The latest bytes land 1.5 s after their operation has ended in doubt.
+    let (kept, broken) = (Duration::from_secs(4), Duration::from_millis(1));
+    let mut reclaimed = 0;
+    for seed in 0..60 {
+        let outcome = run(world(seed, kept));
+        assert_eq!(outcome.violation, None, "seed {seed}");
+        reclaimed += outcome.stats.outcomes.get("(reclaimed)").copied().unwrap_or(0);
+    }
+    assert!(reclaimed > 10, "{reclaimed} were reclaimed");
+    let found = (0..200).find_map(|seed| run(world(seed, broken)).violation);
+    assert!(found.is_some(), "blocks that are used again under a write must show");
 }
