@@ -265,16 +265,11 @@ impl OwnerSession {
         let open = self.leases.open.get(&lease);
         match open.map(|open| &open.state) {
             // Of a later attempt than the one that is bound, its bind is still on its way, or lost: the lease isn't wanted either.
-            Some(State::Bound(bound, _)) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
+            // What it doesn't want isn't offered anew either.
+            Some(State::Bound(bound, _) | State::Stopping { bound, .. })
+                if bound.consumer().engine == peer && asks(bound.fence(), fence) =>
+            {
                 let answered = bound.fence() == fence;
-                self.end_bound(lease, Then::Close(Closing::Abandoned));
-                if answered {
-                    return;
-                }
-            }
-            Some(State::Stopping { bound, .. }) if bound.consumer().engine == peer && asks(bound.fence(), fence) => {
-                let answered = bound.fence() == fence;
-                // What it doesn't want isn't offered anew.
                 self.end_bound(lease, Then::Close(Closing::Abandoned));
                 if answered {
                     return;

@@ -16,7 +16,7 @@ use kvferry_proto::names::Attempt;
 use kvferry_proto::push::{Ready, Stream};
 use kvferry_proto::rank::ToRank;
 
-use super::leases::{State, Then};
+use super::leases::Then;
 use super::loans::Place;
 
 /// How far a stream is.
@@ -180,11 +180,7 @@ impl OwnerSession {
         self.running(lease, attempt)?;
         let Some(m) = self.life.local().map(|l| l.manifest.cache().clone()) else { return Ok(()) };
         let Some(open) = self.leases.open.get_mut(&lease) else { return Ok(()) };
-        let groups = match &open.state {
-            State::Offered(state) => &state.offer().groups,
-            State::Bound(bound, _) | State::Stopping { bound, .. } => &bound.offer().groups,
-            State::Moving => return Ok(()),
-        };
+        let Some(groups) = open.state.offer().map(|offer| &offer.groups) else { return Ok(()) };
         let Some(stream) = &mut open.stream else { return Ok(()) };
         for &item in items {
             let Some(of) = m.spec().get(item) else {
@@ -293,11 +289,7 @@ impl OwnerSession {
         let sealed = self.stream(lease)?.sealed;
         let places = if sealed { self.offered(&m, &groups)? } else { self.offered(&m, &listed_whole(&groups))? };
         let Some(open) = self.leases.open.get_mut(&lease) else { return Err(StreamError::Unknown { lease }) };
-        let before = match &open.state {
-            State::Offered(state) => &state.offer().groups,
-            State::Bound(bound, _) | State::Stopping { bound, .. } => &bound.offer().groups,
-            State::Moving => return Err(StreamError::Unknown { lease }),
-        };
+        let before = open.state.offer().map(|offer| &offer.groups).ok_or(StreamError::Unknown { lease })?;
         if append && let Some(group) = relisted(&m, before, &groups) {
             return Err(StreamError::Relisted { group });
         }

@@ -117,6 +117,15 @@ impl State {
         }
     }
 
+    /// What is offered.
+    pub(in crate::owner) fn offer(&self) -> Option<&Offer> {
+        match self {
+            Self::Offered(state) => Some(state.offer()),
+            Self::Bound(bound, _) | Self::Stopping { bound, .. } => Some(bound.offer()),
+            Self::Moving => None,
+        }
+    }
+
     pub(in crate::owner) fn fence(&self) -> Option<&Fence> {
         match self {
             Self::Offered(state) => Some(state.fence()),
