@@ -416,6 +416,19 @@ pub async fn event(events: &mut OwnerEvents) -> Option<OwnerEvent> {
     }
 }
 
+/// Waits until something is so.
+///
+/// # Panics
+/// Where it isn't so in 20 seconds.
+pub async fn until(what: &str, is: impl AsyncFn() -> bool) {
+    let wait = async {
+        while !is().await {
+            tokio::time::sleep(SECOND / 100).await;
+        }
+    };
+    tokio::time::timeout(20 * SECOND, wait).await.unwrap_or_else(|_| panic!("never: {what}"));
+}
+
 /// Bytes of this process that are in memory.
 ///
 /// # Panics

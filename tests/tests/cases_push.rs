@@ -18,7 +18,7 @@ use kvferry_tests::mortal::Mortal;
 use kvferry_tests::moved::{Asked, By, in_every_mode};
 use kvferry_tests::running::{
     CACHED, DST_BLOCKS, Running, SECOND, SRC_BLOCKS, TOKENS, World, blocks_of, cause, event, expected, expected_in,
-    fill, key, offer, offer_of, prefill_shape, pull, roomy_shape, table, wanted, wish, wish_into,
+    fill, key, offer, offer_of, prefill_shape, pull, roomy_shape, table, until, wanted, wish, wish_into,
 };
 use kvferry_tests::shapes::{falcon_h1, staged, windows};
 use kvferry_transport::mem::{Break, MemFaults, MemNetwork};
@@ -34,16 +34,6 @@ async fn failed(handle: PullHandle) -> Failed {
         Err(PullError::Failed(failed)) => *failed,
         other => panic!("it must fail, and say why: {other:?}"),
     }
-}
-
-/// Waits until something is so.
-async fn until(what: &str, is: impl AsyncFn() -> bool) {
-    let wait = async {
-        while !is().await {
-            tokio::time::sleep(SECOND / 100).await;
-        }
-    };
-    tokio::time::timeout(20 * SECOND, wait).await.unwrap_or_else(|_| panic!("never: {what}"));
 }
 
 /// Waits until all requests of the consumer are being written.
@@ -174,6 +164,8 @@ async fn fr_03_a_write_that_cannot_be_posted_is_told() {
     assert!(!first.is_empty(), "{failed}");
     assert!(failed.report.took < 5 * SECOND, "{failed}");
     assert!(failed.report.writers_in_doubt.is_empty(), "{failed}");
+    // The consumer's word that it wants no more of it takes a moment.
+    until("over at the producer", async || world.p.owner.snapshot().await.unwrap().leases.is_empty()).await;
     let (p, d) = (world.p.owner.snapshot().await.unwrap(), world.d.owner.snapshot().await.unwrap());
     assert!(p.leases.is_empty() && d.pulls.is_empty() && d.quarantine.is_empty(), "{p:?} {d:?}");
     world.p.set_faults(&world.network, &MemFaults::default());

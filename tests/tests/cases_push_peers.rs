@@ -17,7 +17,7 @@ use kvferry_tests::between::{Between, Fate, Raw, Way};
 use kvferry_tests::mortal::Mortal;
 use kvferry_tests::running::{
     CACHED, Running, SECOND, TOKENS, World, blocks_of, cause, decode_shape, event, expected, expected_in, fill, key,
-    offer, prefill_shape, pull, roomy_shape, table, wish, wish_into,
+    offer, prefill_shape, pull, roomy_shape, table, until, wish, wish_into,
 };
 use kvferry_transport::mem::{Break, MemFaults, MemNetwork};
 
@@ -27,15 +27,6 @@ fn push_into(n: u32) -> PullSpec {
 
 fn slow() -> MemFaults {
     MemFaults { start_delay: 30 * SECOND..31 * SECOND, ..MemFaults::default() }
-}
-
-async fn until(what: &str, is: impl AsyncFn() -> bool) {
-    let wait = async {
-        while !is().await {
-            tokio::time::sleep(SECOND / 100).await;
-        }
-    };
-    tokio::time::timeout(20 * SECOND, wait).await.unwrap_or_else(|_| panic!("never: {what}"));
 }
 
 /// A producer is killed with two pushes in flight, and another takes its port: what was in flight fails once, the first request that names
