@@ -1,7 +1,8 @@
 //! What a test does that can't run on this machine.
 //!
-//! It says why and is counted as skipped by `cargo xtask test`, never as passed. `KVFERRY_REQUIRE=shm,ptrace,ucx,nixl`
-//! turns the skips of these backends into failures, for machines that are known to have them.
+//! It says why and is counted as skipped by `cargo xtask test`, never as passed. `KVFERRY_REQUIRE=shm,ptrace,ucx,nixl,browser`
+//! turns the skips of these backends (and of what needs Chromium with its driver) into failures, for machines that are known to have
+//! them.
 
 use std::io::Write as _;
 

@@ -1,9 +1,13 @@
 //! `cargo xtask check P D`: can engine D take over the cache of engine P?
 //!
-//! Each is a description's file, or parallel sizes of `--model`. Exits 0 if it can, else 1, and lists everything that stands in the
-//! way: the faults of either description, then what differs between the two, with both values and what to change.
+//! Each is a description's file, or parallel sizes of `--model`. Lists everything that stands in the way: the faults of either
+//! description, then what differs between the two, with both values and what to change. The comparison is the one that two running
+//! engines make when they meet ([`Direction`]), so the reasons are the same. What no description says, only they can refuse: another
+//! model identity, striping on one side, versions, keys.
 //!
-//! With `--json` it prints one object:
+//! Exits 0 where D can, 1 where it can't, 2 where there was nothing to compare: a description that can't be read or is faulty, or
+//! wrong usage. `--format` says how to print it: [`sarif`] and [`junit`] are for pipelines, and with `json` (or `--json`) it is one
+//! object:
 //! - `command` (`"check"`), `compatible` (bool);
 //! - `source`, `destination`: null where the description is faulty, else `file`, `name`, `model`, `parallel`, `ranks`,
 //!   `items`, `bytes_per_token`, `bytes_per_state`, `digest`, `share_memory` (whether groups lie in the same memory), and `groups`,
@@ -12,8 +16,8 @@
 //! - `faults`: of the descriptions; each has `side` (`"source"` or `"destination"`), `file`, `line` and `key` (null where
 //!   there is none), `message`;
 //! - `mismatches`: between them; each has `item`, `field` (`"item"`, `"kind"`, `"count"`, `"retention"`, `"components"`, `"width"`,
-//!   `"encoding"`, `"coverage"`, `"shared"`, `"tokens"` or `"other"`), `component` (or part; null where it is the whole item),
-//!   `source`, `destination`, `change`;
+//!   `"encoding"`, `"coverage"`, `"shared"`, `"model"`, `"tokens"` or `"other"`), `component` (or part; null where it is the whole
+//!   item), `source`, `destination`, `change`, and `reason`: the words in which a running engine says it;
 //! - `ignored`: `source`, `destination`: items that only that side has and that were let pass.
 
 use std::process::ExitCode;
@@ -21,15 +25,25 @@ use std::sync::Arc;
 
 use kvferry_geometry::compat::{Compatible, Mismatch};
 use kvferry_geometry::manifest::Manifest;
-use kvferry_geometry::peers::PeerMap;
+use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::placement::HeadRange;
 use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::units::{GroupId, Name};
 use kvferry_models::{DescribeError, EngineDescription, InputErrors, ModelError};
+use kvferry_session::pairing::{Direction, PairingError};
+use kvferry_topology::blocks;
 use serde_json::{Value, json};
 
 use crate::engine::{self, IgnoreArgs, ModelArgs, Named};
-use crate::{blocks, show};
+use crate::show;
+
+#[cfg(test)]
+mod handshake;
+mod junit;
+mod rules;
+mod sarif;
+#[cfg(test)]
+mod tests;
 
 /// Two engines.
 #[derive(clap::Args)]
@@ -50,18 +64,51 @@ pub(crate) struct Args {
     pub(crate) json: bool,
 }
 
-/// Runs the command.
-pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let (text, ok) = report(&args);
-    print!("{text}");
-    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+/// Two engines, and how to tell what comes of them.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Exit status: 0 compatible; 1 not compatible; 2 a description that can't be read or is faulty, or wrong usage"
+)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    engines: Args,
+    /// How to print it: text for people, json for programs (as --json), sarif or junit for pipelines
+    #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "json")]
+    format: Option<Format>,
 }
 
-/// What the command prints, and whether the engines are compatible.
-fn report(args: &Args) -> (String, bool) {
-    let outcome = Outcome::new(args, |_| Ok(()));
-    let text = if args.json { format!("{:#}\n", outcome.json("check")) } else { outcome.text() };
-    (text, outcome.compatible.is_some())
+/// How the outcome is printed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Format {
+    Text,
+    Json,
+    Sarif,
+    Junit,
+}
+
+/// Exit status: they are not compatible.
+const INCOMPATIBLE: u8 = 1;
+/// Exit status: there was nothing to compare. What the command line's parser says of wrong usage, too.
+const FAULTY: u8 = 2;
+
+/// Runs the command.
+pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<ExitCode> {
+    let (text, status) = report(args);
+    print!("{text}");
+    Ok(ExitCode::from(status))
+}
+
+/// What the command prints, and its exit status.
+fn report(args: &CheckArgs) -> (String, u8) {
+    let outcome = Outcome::new(&args.engines, |_| Ok(()));
+    let as_told = if args.engines.json { Format::Json } else { Format::Text };
+    let text = match args.format.unwrap_or(as_told) {
+        Format::Text => outcome.text(),
+        Format::Json => format!("{:#}\n", outcome.json("check")),
+        Format::Sarif => format!("{:#}\n", sarif::log(&outcome)),
+        Format::Junit => junit::report(&outcome),
+    };
+    (text, outcome.status())
 }
 
 /// An engine that is sound in itself.
@@ -90,10 +137,20 @@ struct Difference {
     source: String,
     destination: String,
     change: &'static str,
+    /// As a running engine says it.
+    reason: String,
+}
+
+/// Items that differ alike.
+struct Alike<'a> {
+    first: &'a Difference,
+    items: Vec<&'a str>,
 }
 
 /// All that can be said of two descriptions.
 pub(crate) struct Outcome {
+    /// As they stand on the command line; the files, where they are files.
+    named: [Named; 2],
     pub(crate) source: Option<Engine>,
     pub(crate) destination: Option<Engine>,
     pub(crate) compatible: Option<Compatible>,
@@ -120,24 +177,52 @@ impl Outcome {
             }
         };
         let (source, destination) = (load("source", &args.source), load("destination", &args.destination));
-        let mut out = Self { source, destination, compatible: None, faults, differences: Vec::new() };
+        let named = [args.source.clone(), args.destination.clone()];
+        let mut out = Self { named, source, destination, compatible: None, faults, differences: Vec::new() };
         if let (Some(src), Some(dst)) = (&out.source, &out.destination) {
-            match Compatible::with(src.manifest.clone(), dst.manifest.clone(), args.ignore.options()) {
-                Err(found) => out.differences = found.0.iter().map(difference).collect(),
-                Ok(compatible) => match PeerMap::new(&compatible, 0) {
-                    Ok(_) => out.compatible = Some(compatible),
-                    Err(error) => out.differences.push(Difference {
-                        item: src.manifest.spec().items().first().map_or_else(|| "".into(), |i| i.name.clone()),
-                        field: "tokens",
-                        component: None,
-                        source: src.description.shape.to_string(),
-                        destination: format!("{}: {error}", dst.description.shape),
-                        change: "choose dcp, pcp and interleave that divide each other",
-                    }),
-                },
+            // As two engines do when they meet.
+            let direction = Direction::new(src.manifest.clone(), dst.manifest.clone(), args.ignore.options());
+            let met = direction.and_then(|mut d| d.map(PeerOptions::default()).map(|_| d.compatible().clone()));
+            match met {
+                Ok(compatible) => out.compatible = Some(compatible),
+                Err(PairingError::Mismatch(found)) => out.differences = found.0.iter().map(difference).collect(),
+                Err(error) => out.differences.push(Difference {
+                    item: src.manifest.spec().items().first().map_or_else(|| "".into(), |i| i.name.clone()),
+                    field: "tokens",
+                    component: None,
+                    source: src.description.shape.to_string(),
+                    destination: format!("{}: {error}", dst.description.shape),
+                    change: "choose dcp, pcp and interleave that divide each other",
+                    reason: error.to_string(),
+                }),
             }
         }
         out
+    }
+
+    /// The command's exit status.
+    fn status(&self) -> u8 {
+        match (self.faults.is_empty(), &self.compatible) {
+            (false, _) => FAULTY,
+            (true, None) => INCOMPATIBLE,
+            (true, Some(_)) => 0,
+        }
+    }
+
+    /// What differs, each with all items that differ so, in order of the first.
+    fn alike(&self) -> Vec<Alike<'_>> {
+        let mut told: Vec<Alike<'_>> = Vec::new();
+        for d in &self.differences {
+            let alike = |o: &Difference| {
+                (o.field, &o.component, &o.source, &o.destination, o.change)
+                    == (d.field, &d.component, &d.source, &d.destination, d.change)
+            };
+            match told.iter_mut().find(|t| alike(t.first)) {
+                Some(t) => t.items.push(d.item.as_str()),
+                None => told.push(Alike { first: d, items: vec![d.item.as_str()] }),
+            }
+        }
+        told
     }
 
     /// The outcome for an operator, its verdict last.
@@ -161,22 +246,9 @@ impl Outcome {
         for fault in &self.faults {
             out.push_str(&format!("{}: {}\n", fault.side, fault.text));
         }
-        let mut told: Vec<(&Difference, Vec<&str>)> = Vec::new();
-        for d in &self.differences {
-            let alike = |o: &Difference| {
-                (o.field, &o.component, &o.source, &o.destination, o.change)
-                    == (d.field, &d.component, &d.source, &d.destination, d.change)
-            };
-            match told.iter_mut().find(|t| alike(t.0)) {
-                Some(t) => t.1.push(d.item.as_str()),
-                None => told.push((d, vec![d.item.as_str()])),
-            }
-        }
-        for (d, items) in &told {
-            let count = show::number_of(items.len(), "item");
-            out.push_str(&format!("{} differs in {count}: {}\n", d.what(), show::names(items.iter().copied())));
-            out.push_str(&format!("    source       {}\n    destination  {}\n", d.source, d.destination));
-            out.push_str(&format!("    change       {}\n", d.change));
+        for alike in self.alike() {
+            out.push_str(&alike.heading());
+            out.push_str(&alike.text());
         }
         out.push_str(&self.verdict());
         out.push('\n');
@@ -233,7 +305,7 @@ impl Outcome {
         let difference = |d: &Difference| {
             json!({
                 "item": d.item.as_str(), "field": d.field, "component": d.component.as_ref().map(Name::as_str),
-                "source": d.source, "destination": d.destination, "change": d.change,
+                "source": d.source, "destination": d.destination, "change": d.change, "reason": d.reason,
             })
         };
         let ignored = self.ignored().map(|list| list.iter().map(Name::to_string).collect::<Vec<_>>());
@@ -372,6 +444,7 @@ fn difference(m: &Mismatch) -> Difference {
         source,
         destination,
         change,
+        reason: m.to_string(),
     };
     let whole = |field, source, destination, change| differs(field, None, source, destination, change);
     match m {
@@ -419,6 +492,11 @@ fn difference(m: &Mismatch) -> Difference {
                 "use one tensor-parallel size on both sides, or scales for each head (per-block-head, per-token-head)";
             differs("shared", Some(component), heads(src), heads(dst), change)
         }
+        Mismatch::NothingInCommon { src, dst, .. } => {
+            let held = show::number_of(*src, "item");
+            let wanted = format!("{}, and none of them is among the source's", show::number_of(*dst, "item"));
+            whole("model", held, wanted, MODEL)
+        }
         other => whole("other", other.to_string(), other.to_string(), "make both sides agree"),
     }
 }
@@ -426,19 +504,7 @@ fn difference(m: &Mismatch) -> Difference {
 impl Difference {
     /// What differs, in words.
     fn what(&self) -> String {
-        let what = match self.field {
-            "item" => "the item",
-            "kind" => "the kind of cache",
-            "count" => "a count",
-            "retention" => "the tokens kept",
-            "components" => "the list of components or parts",
-            "width" => "the width of a value",
-            "coverage" => "what one value covers",
-            "shared" => "the cut of the heads that share one value",
-            "encoding" => "the encoding",
-            "tokens" => "the dealing out of tokens",
-            _ => "something",
-        };
+        let what = rules::of(self.field).what;
         match &self.component {
             Some(component) => format!("{what} of {component}"),
             None => what.into(),
@@ -446,165 +512,16 @@ impl Difference {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-
-    fn args(source: &str, destination: &str, json: bool) -> Args {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/kvferry-models/examples");
-        let engine = |name: &str| {
-            if name.contains('=') { name.parse().unwrap() } else { Named::File(dir.join(name)) }
-        };
-        let (model, ignore) = (ModelArgs::default(), IgnoreArgs::default());
-        Args { source: engine(source), destination: engine(destination), model, ignore, json }
+impl Alike<'_> {
+    /// What differs where.
+    fn heading(&self) -> String {
+        let count = show::number_of(self.items.len(), "item");
+        format!("{} differs in {count}: {}\n", self.first.what(), show::names(self.items.iter().copied()))
     }
 
-    fn text_of(args: &Args) -> String {
-        report(args).0
-    }
-
-    fn exit(args: Args) -> bool {
-        // An exit code can't be compared otherwise.
-        format!("{:?}", run(args).unwrap()) == format!("{:?}", ExitCode::SUCCESS)
-    }
-
-    #[test]
-    fn engines_of_one_model_are_compatible_whatever_their_shapes() {
-        let (text, ok) = report(&args("prefill-tp4-pp2.toml", "decode-tp2.toml", false));
-        assert!(ok, "{text}");
-        assert!(text.ends_with("compatible: 32 items, 131,072 B a token\n"), "{text}");
-        assert!(text.contains("tp=4,pp=2") && text.contains("64 tokens, nhd"), "{text}");
-        assert!(exit(args("prefill-tp4-pp2.toml", "decode-tp2.toml", true)));
-    }
-
-    #[test]
-    fn every_mismatch_is_listed_with_both_values_and_what_to_change() {
-        let (text, ok) = report(&args("prefill-tp4-pp2.toml", "decode-wrong.toml", false));
-        assert!(!ok);
-        let expected = "\
-the width of a value of k differs in 30 items: model.layers.{0-29}.self_attn.attn
-    source       256 B
-    destination  128 B
-    change       use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides
-the encoding of k differs in 30 items: model.layers.{0-29}.self_attn.attn
-    source       bf16
-    destination  fp8_e4m3
-    change       use one type (kv_dtype, indexer, conv_dtype, state_dtype) on both sides; nothing is converted on the way
-";
-        assert!(text.contains(expected), "{text}");
-        assert!(text.contains("the item differs in 2 items: model.layers.{30, 31}.self_attn.attn\n"), "{text}");
-        assert!(text.ends_with("NOT compatible: 122 mismatches\n"), "{text}");
-        assert!(!exit(args("prefill-tp4-pp2.toml", "decode-wrong.toml", true)));
-    }
-
-    #[test]
-    fn the_json_has_every_mismatch_by_itself() {
-        let (text, _) = report(&args("prefill-tp4-pp2.toml", "decode-wrong.toml", true));
-        let value: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(value["compatible"], false);
-        assert_eq!(value["mismatches"].as_array().unwrap().len(), 122);
-        let first = json!({
-            "item": "model.layers.0.self_attn.attn", "field": "width", "component": "k", "source": "256 B",
-            "destination": "128 B",
-            "change": "use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides",
-        });
-        assert_eq!(value["mismatches"][0], first);
-        assert_eq!(value["source"]["groups"][0]["block_tokens"], 16);
-        assert_eq!(value["source"]["bytes_per_token"], 131_072);
-    }
-
-    #[test]
-    fn faults_of_both_descriptions_are_told_at_once() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| {
-            let path = dir.path().join(name);
-            std::fs::write(&path, text).unwrap();
-            path
-        };
-        let source = write("p.toml", "model = \"llama-3.1-8b\"\nparallel = \"tp=2,dcp=2\"\n");
-        let destination = write("d.toml", "model = \"jamba-v0.1\"\ndraft = \"none\"\n");
-        let mut a = args("tp=1", "tp=1", true);
-        (a.source, a.destination) = (Named::File(source), Named::File(destination));
-        let (text, ok) = report(&a);
-        assert!(!ok);
-        let value: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!((&value["source"], &value["destination"]), (&Value::Null, &Value::Null));
-        let faults = value["faults"].as_array().unwrap();
-        assert_eq!(faults.len(), 4, "{text}");
-        assert_eq!((&faults[3]["side"], &faults[3]["line"]), (&json!("destination"), &json!(2)), "{text}");
-        a.destination = Named::File(write("d.toml", "model = \"llama-3.1-8b\"\n\nblock_size = 0\n"));
-        a.json = false;
-        let text = text_of(&a);
-        assert!(
-            text.contains("destination: ") && text.contains("d.toml:3: block_size: is 0; it must be 1 to"),
-            "{text}"
-        );
-        assert!(text.contains("lower dcp, or raise tp to (KV heads) x 2"), "{text}");
-        assert!(text.ends_with("NOT compatible: 4 faults in the descriptions\n"), "{text}");
-    }
-
-    #[test]
-    fn a_missing_file_is_a_fault_of_its_side() {
-        let (text, ok) = report(&args("prefill-tp4-pp2.toml", "none.toml", false));
-        assert!(!ok && text.contains("destination: ") && text.contains("none.toml: cannot be read"), "{text}");
-    }
-    #[test]
-    fn groups_states_and_shared_memory_are_shown() {
-        let text = text_of(&args("hybrid-prefill.toml", "hybrid-decode.toml", false));
-        assert!(text.ends_with("compatible: 29 items, 6,144 B a token and 49,082,368 B a state\n"), "{text}");
-        assert!(text.contains("these groups share memory: a block id is in use by one of them at a time"), "{text}");
-        assert!(text.contains("states' rows outside, 3 scratch rows"), "{text}");
-        let value: Value =
-            serde_json::from_str(&text_of(&args("hybrid-prefill.toml", "hybrid-decode.toml", true))).unwrap();
-        assert_eq!(
-            (&value["source"]["share_memory"], &value["destination"]["share_memory"]),
-            (&json!(true), &json!(false))
-        );
-        let groups = value["source"]["groups"].as_array().unwrap();
-        let states = groups.iter().filter(|g| g["kind"] == "state");
-        assert!(states.clone().all(|g| g["block_tokens"] == 0 && g["retention"] == json!([])) && states.count() > 1);
-        assert_eq!(value["source"]["bytes_per_state"], 49_082_368);
-    }
-
-    #[test]
-    fn reasons_are_typed() {
-        let field = |mut a: Args, scales: [&str; 2], tokens: u32| {
-            let dir = tempfile::tempdir().unwrap();
-            let engine = |name: &str, tp: u32, scales: &str| {
-                let path = dir.path().join(name);
-                let text = format!(
-                    "model = \"llama-3.1-8b\"\nkv_dtype = \"fp8\"\nscales = \"{scales}\"\nscale_block = {tokens}\nparallel = \"tp={tp}\"\nblock_size = 64\n"
-                );
-                std::fs::write(&path, text).unwrap();
-                Named::File(path)
-            };
-            (a.source, a.destination) = (engine("p.toml", 2, scales[0]), engine("d.toml", 4, scales[1]));
-            let value: Value = serde_json::from_str(&text_of(&a)).unwrap();
-            let first = &value["mismatches"][0];
-            (first["field"].clone(), first["source"].clone(), first["destination"].clone())
-        };
-        let args = || args("tp=1", "tp=1", true);
-        let shared = field(args(), ["per-block", "per-block"], 16);
-        let ranges = json!("ranks hold heads [0, 2), [2, 4), [4, 6), [6, 8)");
-        assert_eq!(shared, (json!("shared"), json!("ranks hold heads [0, 4), [4, 8)"), ranges));
-        let coverage = field(args(), ["per-block", "per-block-head"], 16);
-        assert_eq!(
-            coverage,
-            (json!("coverage"), json!("16 entries of all heads of a rank"), json!("16 entries of one head"))
-        );
-        assert_eq!(field(args(), ["per-block-head", "per-block-head"], 16).0, Value::Null);
-    }
-
-    #[test]
-    fn what_only_one_side_has_is_let_pass_on_demand() {
-        let mut a = args("draft.toml", "tp=4", false);
-        a.model.model = Some("kimi-k2.5".into());
-        a.model.kv_dtype = Some(kvferry_models::KvDtype::Fp8DsMla);
-        assert!(text_of(&a).contains("(--ignore-source-only)"), "{}", text_of(&a));
-        a.ignore.ignore_source_only = true;
-        let text = text_of(&a);
-        assert!(text.ends_with("compatible: 61 items, 1 left alone: draft.model.layers.61.self_attn.attn\n"), "{text}");
+    /// Both values, and what to change.
+    fn text(&self) -> String {
+        let d = self.first;
+        format!("    source       {}\n    destination  {}\n    change       {}\n", d.source, d.destination, d.change)
     }
 }

@@ -29,7 +29,7 @@ pub(crate) use args::Args;
 use crew::Crew;
 use link::{Answer, Order};
 pub(crate) use rank::{RankArgs, run as run_rank};
-use report::{Round, Summary};
+use report::{Phases, Round, Summary};
 use scenario::{Engines, Role, Scenario};
 use service::Service;
 
@@ -196,6 +196,7 @@ async fn play_twice(
         let (delivered, seconds) = service.round(Assurance::Fenced, concurrency).await?;
         summary.fences.add(&delivered);
         summary.fenced = Some(Round::new(summary.bytes, seconds));
+        summary.fenced_phases = Phases::of(&delivered);
         say("moved again; checking again ...".into());
         crew = verify(crew, summary, &[Role::Prefill, Role::Decode], &[], false).await?;
         let (same, memcpy) = on_thread(crew, yardstick).await?;

@@ -29,6 +29,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-session", &["kvferry-geometry", "kvferry-proto", "kvferry-transport", "kvferry-memory"]),
     // Nothing of the product may need it.
     (SIM, &[GEOMETRY, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
+    (TOPOLOGY, &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-session", SIM]),
     ("kvferry", &[GEOMETRY, MODELS, "kvferry-proto", "kvferry-transport", "kvferry-memory", "kvferry-session"]),
     ("kvferry-oracle", &["kvferry-geometry"]),
     (GOLDEN, &[GEOMETRY, "kvferry-oracle"]),
@@ -44,6 +45,7 @@ const MODELS: &str = "kvferry-models";
 const GOLDEN: &str = "kvferry-golden";
 const FUZZ: &str = "kvferry-fuzz";
 const SIM: &str = "kvferry-sim";
+const TOPOLOGY: &str = "kvferry-topology";
 const APPLICATION: &[&str] = &[
     GEOMETRY,
     MODELS,
@@ -54,6 +56,7 @@ const APPLICATION: &[&str] = &[
     "kvferry-nixl",
     "kvferry-session",
     SIM,
+    TOPOLOGY,
     "kvferry",
     GOLDEN,
 ];
@@ -65,6 +68,7 @@ const EVERYTHING: &[&str] = &[
     "kvferry-memory",
     "kvferry-shm",
     "kvferry-session",
+    TOPOLOGY,
     "kvferry",
     "kvferry-oracle",
     GOLDEN,
@@ -86,7 +90,7 @@ const ONLY: &[(&str, &[&str], &str)] = &[
     ("nixl-sys", &["kvferry-nixl"], "raw handles never leave the backend"),
 ];
 const SERDE: &[&str] =
-    &["kvferry-models", "kvferry-proto", "kvferry", "xtask", GOLDEN, "kvferry-tests", "kvferry-benches"];
+    &["kvferry-models", "kvferry-proto", "kvferry", TOPOLOGY, "xtask", GOLDEN, "kvferry-tests", "kvferry-benches"];
 
 /// Bindings of native libraries: what they need is theirs, and no type of ours meets it.
 const BINDINGS: &[&str] = &["nixl-sys", "ucx-rs"];

@@ -9,7 +9,6 @@ use std::process::ExitCode;
 use clap::Parser;
 
 mod backends;
-mod blocks;
 mod cargo;
 mod check;
 mod demo;
@@ -22,7 +21,9 @@ mod native;
 mod plan;
 mod preflight;
 mod show;
+mod sim;
 mod soak;
+mod sweep;
 mod test;
 
 #[derive(Parser)]
@@ -49,9 +50,13 @@ enum Command {
     /// Plant small faults in a copy of the planner; the tests must find each
     Mutants(mutants::Args),
     /// Say whether engine D can take over the cache of engine P, and what to change if not
-    Check(check::Args),
+    Check(check::CheckArgs),
     /// Print what would move from engine P to engine D for one request
     Plan(plan::Args),
+    /// Say what a deployment would do: who sends what to whom, which link is hot, what a handover costs
+    Sim(sim::Args),
+    /// Try many shapes of a deployment: which work, and which are best
+    Sweep(sweep::Args),
     /// Run seeded worlds of many engines in which everything goes wrong, and hold them to the invariants
     Soak(soak::Args),
     /// Hold recorded transfers of another connector against our plans
@@ -69,8 +74,10 @@ fn main() -> ExitCode {
         Command::Lint(args) => lint::run(args),
         Command::Layers(args) => layers::run(args),
         Command::Mutants(args) => mutants::run(&args),
-        Command::Check(args) => check::run(args),
+        Command::Check(args) => check::run(&args),
         Command::Plan(args) => plan::run(args),
+        Command::Sim(args) => sim::run(&args),
+        Command::Sweep(args) => sweep::run(&args),
         Command::Soak(args) => soak::run(&args),
         Command::Golden(args) => golden::run(&args),
     };

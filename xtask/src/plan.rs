@@ -40,7 +40,7 @@ use kvferry_geometry::zero::ZeroPlan;
 use kvferry_models::{DEFAULT_BLOCKS, EngineDescription};
 use serde_json::{Value, json};
 
-use crate::blocks::{self, Ask, Free, Room};
+use kvferry_topology::blocks::{self, Ask, Free, Room};
 use crate::check::{self, Outcome};
 use crate::show;
 

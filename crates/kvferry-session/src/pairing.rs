@@ -150,6 +150,35 @@ impl Acquaintance {
     }
 }
 
+/// What our engine knows of others, by how their caches are described: of many engines that are alike it is computed, and kept, once.
+#[derive(Debug, Default)]
+pub struct Acquaintances(BTreeMap<Digest, Acquaintance>);
+
+impl Acquaintances {
+    /// What is known of engines with this cache.
+    pub fn of(&mut self, peer: &Manifest) -> &mut Acquaintance {
+        self.0.entry(peer.digest()).or_default()
+    }
+
+    /// An engine with this cache is gone; where none of the `others` has the same, it is forgotten.
+    pub fn forget<'a>(&mut self, gone: &Manifest, mut others: impl Iterator<Item = &'a Arc<Manifest>>) {
+        if !others.any(|other| other.digest() == gone.digest()) {
+            self.0.remove(&gone.digest());
+        }
+    }
+
+    /// Our own cache is another: all is computed anew.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Whether nothing is kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
 /// One direction, with what our engine lets pass.
 type Way = Option<(CompatOptions, Result<Direction, PairingError>)>;
 

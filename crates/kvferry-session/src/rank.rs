@@ -36,7 +36,7 @@ use kvferry_transport::{Event, OpId, Outcome, PeerId, PeerInfo, Region, Transfer
 
 use crate::bind::bind_read;
 use crate::cache::LocalCache;
-use crate::pairing::Acquaintance;
+use crate::pairing::Acquaintances;
 use crate::runs::RunDigester;
 
 mod admission;
@@ -98,7 +98,6 @@ pub enum Standing {
 /// Another engine.
 struct Known {
     manifest: Arc<EngineManifest>,
-    acquaintance: Acquaintance,
     lanes: BTreeMap<RankId, PeerId>,
     /// Whether it is asked to gather: not after it has computed other batches than we do.
     gathers: bool,
@@ -118,6 +117,7 @@ pub struct RankSession {
     cache: LocalCache,
     standing: Standing,
     peers: BTreeMap<Digest, Known>,
+    acquaintances: Acquaintances,
     /// Boxed: a tree of large values moves them about.
     pulls: BTreeMap<PullId, Box<Pull>>,
     pushes: Pushes,
@@ -153,6 +153,7 @@ impl RankSession {
             cache,
             standing: Standing::Joining,
             peers: BTreeMap::new(),
+            acquaintances: Acquaintances::default(),
             pulls: BTreeMap::new(),
             pushes: Pushes::default(),
             streams: Streams::new(),
@@ -195,8 +196,7 @@ impl RankSession {
             }
             ToRank::Refused(reason) => self.standing = Standing::Refused(reason),
             ToRank::Peer(manifest) => {
-                let known =
-                    Known { manifest, acquaintance: Acquaintance::default(), lanes: BTreeMap::new(), gathers: true };
+                let known = Known { manifest, lanes: BTreeMap::new(), gathers: true };
                 self.peers.entry(known.manifest.digest()).or_insert(known);
             }
             ToRank::Forget(digest) => self.forget(digest),
@@ -332,9 +332,9 @@ impl RankSession {
             return Err(refuse("the request was ordered twice"));
         }
         let pairing = order.pairing;
-        let known = self.peers.get_mut(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
+        let known = self.peers.get(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
         let (peer, gathers) = (known.manifest.clone(), known.gathers);
-        let way = known.acquaintance.reading(engine.cache(), peer.cache(), pairing.compat);
+        let way = self.acquaintances.of(peer.cache()).reading(engine.cache(), peer.cache(), pairing.compat);
         let direction = way.map_err(|e| unfit(&e))?;
         let map = direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| unfit(&e))?;
         let request =
@@ -461,10 +461,11 @@ impl RankSession {
     /// The batch by which a peer's rank reads from this one.
     fn served(&mut self, pairing: Pairing, dst: RankId, request: Request) -> Result<Arc<BoundedBatch>, String> {
         let Standing::Member(engine) = &self.standing else { return Err("the engine is not complete".into()) };
-        let known = self.peers.get_mut(&pairing.peer).ok_or("the order names an unknown engine")?;
+        let known = self.peers.get(&pairing.peer).ok_or("the order names an unknown engine")?;
         let peer = known.manifest.cache().clone();
         let text = |e: &dyn std::fmt::Display| e.to_string();
-        let direction = known.acquaintance.serving(engine.cache(), &peer, pairing.compat).map_err(|e| text(&e))?;
+        let way = self.acquaintances.of(&peer).serving(engine.cache(), &peer, pairing.compat);
+        let direction = way.map_err(|e| text(&e))?;
         direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| text(&e))?;
         let request = BoundRequest::new(direction.compatible(), request).map_err(|e| text(&e))?;
         let plan = direction.plan(pairing.options, self.who.rank, dst).map_err(|e| text(&e))?;
@@ -508,6 +509,7 @@ impl RankSession {
     fn forget(&mut self, digest: Digest) {
         self.jobs.retain(|(peer, _)| *peer != digest);
         let Some(known) = self.peers.remove(&digest) else { return };
+        self.acquaintances.forget(known.manifest.cache(), self.peers.values().map(|other| other.manifest.cache()));
         self.fail_pushes_to(digest);
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));

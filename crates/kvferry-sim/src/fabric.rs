@@ -24,8 +24,12 @@ use crate::rng::{Rng, ms, us};
 use crate::stats::Stats;
 
 mod op;
+mod unwanted;
+mod wires;
 
 pub(crate) use op::{Fate, Op, Stage};
+use wires::Network;
+pub use wires::{Logged, Moved, PairMoved, Path, Wires};
 
 /// How the data plane is, and how often it goes wrong: each rate in ten thousand operations (of `lane`: connections).
 #[derive(Clone, Debug)]
@@ -42,8 +46,15 @@ pub struct FabricConfig {
     pub strips: u64,
     /// How much later than in doubt late bytes land: shortest and longest.
     pub late: (Duration, Duration),
+    /// Shortest and longest time until a lane is up.
+    pub lane: (Duration, Duration),
     /// Rates of what operations do wrong.
     pub faults: BTreeMap<FaultKind, u32>,
+    /// What is between the ranks. With it, and without bytes, an operation takes the time that it takes there, whatever `latency`,
+    /// `rate` and `strips` say, and none goes wrong by itself.
+    pub wires: Option<Arc<dyn Wires>>,
+    /// Whether it is known which blocks are touched ([`Fabric::touching`]).
+    pub watched: bool,
 }
 
 impl FabricConfig {
@@ -51,7 +62,18 @@ impl FabricConfig {
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let late = (us(50), ms(1500));
-        Self { seed, bytes: true, latency: (us(2), us(40)), rate: 1 << 30, strips: 6, late, faults: BTreeMap::new() }
+        Self {
+            seed,
+            bytes: true,
+            latency: (us(2), us(40)),
+            rate: 1 << 30,
+            strips: 6,
+            late,
+            lane: (us(50), ms(5)),
+            faults: BTreeMap::new(),
+            wires: None,
+            watched: true,
+        }
     }
 }
 
@@ -85,6 +107,8 @@ pub(crate) struct State {
     /// Engines between which nothing moves, until then.
     cut: BTreeMap<(u32, u32), Duration>,
     pub(crate) stats: Stats,
+    /// What flows, where there are wires.
+    pub(crate) network: Option<Network>,
 }
 
 /// An endpoint.
@@ -105,6 +129,8 @@ pub(crate) struct Node {
     places: Option<Arc<RankPlaces>>,
     writers: BTreeMap<Place, u32>,
     readers: BTreeMap<Place, u32>,
+    /// Blocks of its own, and who sends there what nobody will use.
+    unwanted: BTreeMap<Place, BTreeSet<usize>>,
     /// Its card is busy until then.
     busy: Duration,
     /// How many times slower it is, until then.
@@ -159,7 +185,9 @@ impl Fabric {
     /// A data plane without endpoints.
     #[must_use]
     pub fn new(config: FabricConfig) -> Self {
+        let network = config.wires.as_deref().filter(|_| !config.bytes).map(Network::new);
         let state = State {
+            network,
             config,
             now: Duration::ZERO,
             nodes: Vec::new(),
@@ -181,16 +209,23 @@ impl Fabric {
     /// When something happens next.
     #[must_use]
     pub fn next(&self) -> Option<Duration> {
-        self.lock().queue.next()
+        self.lock().next()
     }
 
     /// Lets time pass; gives the ranks whose endpoints have something to take up, each once.
     pub fn advance(&self, now: Duration) -> Vec<Owner> {
         let mut state = self.lock();
-        while state.queue.next().is_some_and(|at| at <= now) {
-            if let Some((at, due)) = state.queue.take() {
-                state.now = state.now.max(at);
-                state.happens(due);
+        while let Some(at) = state.next().filter(|at| *at <= now) {
+            state.now = state.now.max(at);
+            if state.queue.next().is_some_and(|due| due <= at) {
+                if let Some((_, due)) = state.queue.take() {
+                    state.happens(due);
+                }
+                continue;
+            }
+            let ended = state.network.as_mut().map(|n| n.flows.advance(at)).unwrap_or_default();
+            for flow in ended {
+                state.flowed(flow);
             }
         }
         state.now = state.now.max(now);
@@ -198,10 +233,16 @@ impl Fabric {
         woken.into_iter().filter_map(|n| state.nodes.get(n)).filter(|n| n.alive).map(|n| n.owner).collect()
     }
 
+    /// It is later, and nothing has happened since.
+    pub(crate) fn goes_to(&self, now: Duration) {
+        let mut state = self.lock();
+        state.now = state.now.max(now);
+    }
+
     /// Says what lies where in the memory of a rank's present life, so that [`touching`](Self::touching) can tell.
     pub fn describe(&self, endpoint: EndpointId, places: Arc<RankPlaces>) {
         let mut state = self.lock();
-        if let Some(at) = state.by_id.get(&endpoint).copied()
+        if let Some(at) = state.by_id.get(&endpoint).copied().filter(|_| state.config.watched)
             && let Some(node) = state.nodes.get_mut(at)
         {
             node.places = Some(places);
@@ -243,18 +284,6 @@ impl Fabric {
         let of_engine = |op: &&Op| state.nodes.get(op.node).is_some_and(|n| n.owner.engine == engine);
         let writes = state.ops.values().filter(|op| op.writes_away() && op.dst_node() == at).filter(of_engine);
         writes.filter(|op| op.written.contains(&place)).count()
-    }
-
-    /// What is still sent from these blocks of a rank is of no use to anybody, so they may be given back.
-    pub(crate) fn send_for_nothing(&self, endpoint: EndpointId, places: &BTreeSet<Place>) {
-        let mut state = self.lock();
-        let Some(at) = state.by_id.get(&endpoint).copied() else { return };
-        for op in state.ops.values_mut().filter(|op| op.node == at) {
-            op.sent.retain(|place| !places.contains(place));
-        }
-        if let Some(node) = state.nodes.get_mut(at) {
-            node.readers.retain(|place, _| !places.contains(place));
-        }
     }
 
     /// Operations that have not ended, or whose bytes may still land.
@@ -305,6 +334,55 @@ impl Fabric {
         state.cut.clear();
     }
 
+    /// What each rank has had from each other so far, where there are wires.
+    #[must_use]
+    pub fn moved(&self) -> Vec<PairMoved> {
+        let state = self.lock();
+        state
+            .network
+            .iter()
+            .flat_map(|n| &n.moved)
+            .map(|((src, dst), moved)| PairMoved { src: *src, dst: *dst, moved: *moved })
+            .collect()
+    }
+
+    /// What each link has carried until now, where there are wires, in its own units.
+    #[must_use]
+    pub fn carried(&self) -> Vec<f64> {
+        let mut state = self.lock();
+        let now = state.now;
+        let ended = state.network.as_mut().map(|n| n.flows.advance(now)).unwrap_or_default();
+        for flow in ended {
+            state.flowed(flow);
+        }
+        let Some(network) = &state.network else { return Vec::new() };
+        (0..network.links).map(|link| network.flows.carried(link)).collect()
+    }
+
+    /// Writes operations between two engines down (source, destination) from now on, or none any more, where there are wires. Gives
+    /// what was written down before.
+    pub fn log(&self, engines: Option<(u32, u32)>) -> Vec<Logged> {
+        let mut state = self.lock();
+        let Some(network) = &mut state.network else { return Vec::new() };
+        network.logs = engines;
+        std::mem::take(&mut network.log)
+    }
+
+    /// How often rates were shared out anew, and among how many flows in all.
+    #[must_use]
+    pub fn shares(&self) -> (u64, u64) {
+        self.lock().network.as_ref().map_or((0, 0), |n| n.flows.shares())
+    }
+
+    /// A link has another capacity from now on, in its units per second.
+    pub fn set_capacity(&self, link: u32, capacity: f64) {
+        let mut state = self.lock();
+        let now = state.now;
+        if let Some(network) = &mut state.network {
+            network.flows.set_capacity(now, link, capacity);
+        }
+    }
+
     /// What has happened so far.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -313,6 +391,11 @@ impl Fabric {
 }
 
 impl State {
+    fn next(&mut self) -> Option<Duration> {
+        let flows = self.network.as_mut().and_then(|n| n.flows.next());
+        [self.queue.next(), flows].into_iter().flatten().min()
+    }
+
     pub(crate) fn add(&mut self, owner: Owner, id: EndpointId) -> usize {
         let at = self.nodes.len();
         let rng =
@@ -333,6 +416,7 @@ impl State {
             places: None,
             writers: BTreeMap::new(),
             readers: BTreeMap::new(),
+            unwanted: BTreeMap::new(),
             busy: Duration::ZERO,
             slow: (1, Duration::ZERO),
             rng,
@@ -449,7 +533,7 @@ impl State {
         let waiting = std::mem::take(&mut conn.waiting);
         self.tell(node, Event::Connected { peer });
         for key in waiting {
-            let after = self.latency(node);
+            let after = self.approach(key).unwrap_or_else(|| self.latency(node));
             self.put(after, Due::Strip(key));
         }
     }
@@ -496,6 +580,7 @@ impl State {
                 _ => self.release(key),
             }
         }
+        self.unsend_to(at);
         let of_others: Vec<(usize, PeerId)> = self
             .nodes
             .iter()
@@ -538,6 +623,7 @@ impl State {
 
     /// Nothing touches memory for it any more.
     pub(crate) fn release(&mut self, key: u64) {
+        self.unflow(key);
         if let Some(op) = self.ops.remove(&key) {
             self.touch(&op, false);
         }

@@ -9,9 +9,11 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`world`] | engines, links, what happens next |
+//! | [`trial`] | the script that looks for faults |
 //! | [`fabric`], [`transport`] | the data plane, and a rank's end of it |
 //! | [`shape`], [`places`] | what the engines are, and what lies where |
 //! | [`plan`], [`faults`] | what they want of each other, and what goes wrong |
+//! | [`flows`] | how fast bytes go where flows share links |
 //! | [`violation`] | what must never happen |
 //! | [`mask`], [`shrink`] | leaving things out |
 //! | [`rng`], [`clock`], [`queue`], [`stats`] | chance, clocks that go wrong, the order of things, counts |
@@ -23,6 +25,7 @@ pub mod clock;
 mod engine;
 pub mod fabric;
 pub mod faults;
+pub mod flows;
 pub mod mask;
 mod memory;
 pub mod places;
@@ -33,6 +36,7 @@ pub mod shape;
 pub mod shrink;
 pub mod stats;
 pub mod transport;
+pub mod trial;
 pub mod violation;
 pub mod world;
 

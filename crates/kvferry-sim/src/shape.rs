@@ -160,6 +160,12 @@ impl Shape {
         Some(Self { manifest: Arc::new(manifest), places, text })
     }
 
+    /// That of an engine as it is described, for worlds without bytes in which nothing is watched.
+    #[must_use]
+    pub fn plain(manifest: Arc<Manifest>, text: String) -> Self {
+        Self { manifest, places: Vec::new(), text }
+    }
+
     /// Whether a request can go from one to the other.
     #[must_use]
     pub fn feeds(&self, dst: &Self) -> bool {
@@ -169,6 +175,6 @@ impl Shape {
     /// How many ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
-        u32::try_from(self.places.len()).unwrap_or(u32::MAX)
+        u32::try_from(self.manifest.ranks().len()).unwrap_or(u32::MAX)
     }
 }

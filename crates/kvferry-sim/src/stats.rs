@@ -28,6 +28,8 @@ pub struct Stats {
     pub bytes: u64,
     /// Operations that ended well, failed, and in doubt.
     pub ends: (u64, u64, u64),
+    /// Writes that were posted for a lease that had ended unread, or to a process that was gone.
+    pub unwanted: u64,
     /// Faults that struck.
     pub faults: BTreeMap<FaultKind, u64>,
     /// How requests ended.
@@ -89,6 +91,7 @@ impl Stats {
         self.ends.0 += other.ends.0;
         self.ends.1 += other.ends.1;
         self.ends.2 += other.ends.2;
+        self.unwanted += other.unwanted;
         self.time += other.time;
         self.compared += other.compared;
         for (kind, count) in &other.faults {

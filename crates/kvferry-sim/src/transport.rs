@@ -16,7 +16,6 @@ use kvferry_transport::{
 
 use crate::fabric::{Conn, Due, Fabric, Link, Op, Owner, Stage};
 use crate::faults::FaultKind;
-use crate::rng::{ms, us};
 
 /// The backend's name.
 pub const BACKEND: &str = "sim";
@@ -108,7 +107,8 @@ impl Transport for SimTransport {
         let conn = Conn { info, node: to, generation: blob.generation, link: Link::New, waiting: Vec::new() };
         node.peers.insert(peer, conn);
         let refused = state.goes_wrong(self.node, FaultKind::LaneFails);
-        let after = state.draw(self.node, (us(50), ms(5)));
+        let after = state.config.lane;
+        let after = state.draw(self.node, after);
         state.put(after, Due::Lane { node: self.node, peer, refused });
         Ok(peer)
     }
@@ -232,6 +232,7 @@ impl Op {
             fate: crate::fabric::Fate::Well,
             written: Vec::new(),
             sent: Vec::new(),
+            began: Duration::ZERO,
             stalled: None,
         }
     }

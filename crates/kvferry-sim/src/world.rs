@@ -8,34 +8,34 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_proto::names::{Attempt, Epoch, Fence, LeaseId};
-use kvferry_proto::rank::PullId;
+use kvferry_geometry::units::Bytes;
+use kvferry_memory::{BufferOptions, SharedBuffer};
+use kvferry_proto::names::{Epoch, LeaseId};
 use kvferry_session::owner::{LinkId, RankLinkId};
 use kvferry_session::{Admission, LeaseTerms, StagingConfig};
 use kvferry_transport::Region;
 
-use crate::engine::{Blocks, Engine};
+use crate::engine::Engine;
 use crate::fabric::{Fabric, FabricConfig};
-use crate::faults::{FaultKind, FaultPlan};
+use crate::faults::FaultPlan;
 use crate::mask::Mask;
 use crate::plan::RequestPlan;
-use crate::rng::{Rng, hash, ms, us};
-use crate::shape::{Model, Shape, Size};
+use crate::rng::{Rng, hash};
+use crate::shape::Shape;
 use crate::stats::Stats;
+use crate::trial::Trial;
 use crate::violation::Violation;
 
-mod ends;
+mod groups;
 mod links;
 mod owners;
 mod packet;
-mod quiet;
 mod ranks;
-mod requests;
-mod streams;
-mod strikes;
-mod witness;
+mod script;
 
+pub use groups::key;
 pub(crate) use packet::Packet;
+pub use script::Script;
 
 /// What a world is made of.
 #[derive(Clone, Debug)]
@@ -72,6 +72,8 @@ pub struct WorldConfig {
     pub idle: Option<Duration>,
     /// Bytes of staging memory of each rank, and how it is used.
     pub staging: Option<(usize, StagingConfig)>,
+    /// Whether what a rank reads is spread over all that hold it.
+    pub stripe: bool,
     /// How much is in flight at a time.
     pub admission: Admission,
     /// Whether what happens is written down.
@@ -80,14 +82,16 @@ pub struct WorldConfig {
 
 /// A process of the world.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Who {
+pub enum Who {
+    /// The owner of an engine.
     Owner(u32),
+    /// A rank of an engine.
     Rank(u32, u32),
 }
 
-/// What happens.
+/// What happens. `E`: what the script wants to happen.
 #[derive(Debug)]
-pub(crate) enum Happens {
+pub(crate) enum Happens<E> {
     Step(Who, u32),
     Resume(Who, u32),
     /// An owner is connected to.
@@ -109,25 +113,7 @@ pub(crate) enum Happens {
     WorkDone(u32, u32, u32, u64),
     StartRank(u32, u32),
     StartEngine(u32),
-    Strike(usize),
-    Request(usize, Want),
-}
-
-/// What a request does next.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Want {
-    Arrive,
-    Offer,
-    Ask,
-    Cancel,
-    Withdraw,
-    Decline,
-    /// The next step of its prefill.
-    Step(u32),
-    /// The consumer has decoded.
-    Decoded,
-    /// It must have ended.
-    Overdue,
+    Script(E),
 }
 
 /// A link between two owners: who connected first.
@@ -148,66 +134,16 @@ pub(crate) struct End {
     pub(crate) open: bool,
 }
 
-/// A request on its way.
-#[derive(Debug)]
-pub(crate) struct Request {
-    pub(crate) plan: RequestPlan,
-    /// Its number in the plan.
-    pub(crate) number: u32,
-    pub(crate) producer: u32,
-    pub(crate) consumer: u32,
-    /// The lives of both engines that know it.
-    pub(crate) lives: (u32, u32),
-    /// What its bytes are.
-    pub(crate) content: u64,
-    /// What they were computed from.
-    pub(crate) prompt: u64,
-    /// What its bytes were in runs before.
-    pub(crate) former: Vec<u64>,
-    /// Blocks that its lease has besides, from runs before.
-    pub(crate) extra: Vec<Blocks>,
-    /// The request that offers the same at another engine.
-    pub(crate) replica: Option<usize>,
-    /// Whether it only offers, for another.
-    pub(crate) silent: bool,
-    /// Which run of its prefill.
-    pub(crate) run: Attempt,
-    /// Whether all of it is computed.
-    pub(crate) computed: bool,
-    pub(crate) tokens: u64,
-    pub(crate) cached: u64,
-    pub(crate) src: Option<Blocks>,
-    pub(crate) dst: Option<Blocks>,
-    pub(crate) fence: Option<Fence>,
-    pub(crate) offered: Duration,
-    pub(crate) ttl: Option<Duration>,
-    pub(crate) pull: Option<PullId>,
-    pub(crate) asked: Duration,
-    pub(crate) deadline: Duration,
-    /// When the consumer's part ended.
-    pub(crate) ended: Option<Duration>,
-    pub(crate) outcome: Option<String>,
-    /// Times that it found no room.
-    pub(crate) waits: u32,
-    /// Which try of the plan's request.
-    pub(crate) tries: u32,
-    /// The request whose lease it shares, if it is not its own.
-    pub(crate) of: Option<usize>,
-    /// Whether it gives back what another has read.
-    pub(crate) back: bool,
-}
-
 /// See the module's text.
 #[derive(Debug)]
-pub struct World {
+pub struct World<S: Script = Trial> {
     pub(crate) config: WorldConfig,
     pub(crate) now: Duration,
-    pub(crate) queue: crate::queue::Queue<Happens>,
+    pub(crate) queue: crate::queue::Queue<Happens<S::Event>>,
     pub(crate) fabric: Fabric,
-    pub(crate) engines: Vec<Engine<Happens>>,
+    pub(crate) engines: Vec<Engine<Happens<S::Event>>>,
     pub(crate) conns: BTreeMap<u64, Conn>,
     next_conn: u64,
-    pub(crate) requests: Vec<Request>,
     /// Owners between which nothing arrives, until then.
     pub(crate) cut: BTreeMap<(u32, u32), Duration>,
     /// What nothing lies in.
@@ -215,9 +151,10 @@ pub struct World {
     pub(crate) quiet: Arc<OwnedFd>,
     pub(crate) stats: Stats,
     pub(crate) violation: Option<Violation>,
-    hash: u64,
-    lines: VecDeque<String>,
-    pub(crate) witness: witness::Witness,
+    pub(crate) hash: u64,
+    pub(crate) lines: VecDeque<String>,
+    /// What makes things happen in it.
+    pub script: S,
     /// Nothing goes wrong any more.
     pub(crate) healed: bool,
     pub(crate) rng: Rng,
@@ -246,133 +183,42 @@ pub struct NotMade {
 
 /// The most lines that a trace has.
 const LINES: usize = 4000;
-/// How long after the last request a world may take until it is quiet.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 impl WorldConfig {
-    /// A few engines of few ranks and few blocks, with bytes: many things at a time, so that blocks are used again at once.
+    /// A world of these engines where nothing goes wrong, without bytes, over these wires.
     #[must_use]
-    pub fn small(seed: u64, mask: Mask) -> Self {
-        let mut rng = Rng::of(&[seed, 1]);
-        let engines = rng.small(2, 4);
-        let (span, requests) = (ms(rng.between(1500, 8000)), rng.small(12, 48));
-        let size = Size { ranks: 4, tokens: rng.between(12, 60), requests: rng.small(2, 4) };
-        let shapes = draw_shapes(seed, engines, size);
-        Self::of(seed, mask, true, shapes, size.tokens, span, requests)
-    }
-
-    /// Many engines of up to eight ranks, without bytes.
-    #[must_use]
-    pub fn large(seed: u64, mask: Mask) -> Self {
-        let mut rng = Rng::of(&[seed, 1]);
-        let engines = rng.small(8, 40);
-        let (span, requests) = (ms(rng.between(3000, 10_000)), rng.small(200, 800));
-        let size = Size { ranks: 8, tokens: rng.between(200, 2000), requests: rng.small(4, 40) };
-        let shapes = draw_shapes(seed, engines, size);
-        Self::of(seed, mask, false, shapes, size.tokens, span, requests)
-    }
-
-    /// A world of these engines, with drawn requests and faults.
-    #[must_use]
-    pub fn of(
-        seed: u64,
-        mask: Mask,
-        bytes: bool,
-        shapes: Vec<Arc<Shape>>,
-        tokens: u64,
-        span: Duration,
-        requests: u32,
-    ) -> Self {
-        let engines = u32::try_from(shapes.len()).unwrap_or(0);
-        let faults = FaultPlan::draw(seed, engines, span);
-        let plans = (0..requests).map(|i| RequestPlan::draw(seed, i, (engines, tokens, span), &faults)).collect();
-        let mut rng = Rng::of(&[seed, 2]);
-        let ops = FaultKind::OF_OPS.iter().filter(|(kind, _)| mask.has(*kind));
-        let rates = ops.filter_map(|(kind, _)| Some((*kind, *faults.rates.get(kind)?))).collect();
-        // Some cards are so slow, and some owners so far apart, that much happens while something is on its way.
-        let rate = 1 << rng.between(15, 28);
-        let far = if rng.chance(3000) { ms(rng.between(2, 40)) } else { us(rng.between(50, 2000)) };
-        let fabric = FabricConfig { bytes, rate, faults: rates, ..FabricConfig::new(seed) };
-        let lease = if rng.chance(5000) {
-            LeaseTerms::default()
-        } else {
-            LeaseTerms { ttl: Some(ms(4000)), extension: ms(2500), beat: ms(600), margin: ms(100) }
-        };
-        let small_slices = rng.chance(4000);
-        let slice = kvferry_geometry::units::Bytes::new(rng.between(200, 2000));
-        let admission = match small_slices {
-            true => Admission { slice, peer_ops: 3, ops: 5, ..Admission::default() },
-            false => Admission::default(),
-        };
-        let ways = [kvferry_session::Way::Destination, kvferry_session::Way::Source, kvferry_session::Way::Auto];
-        let way = *rng.pick(&ways).unwrap_or(&ways[0]);
-        let staging_bytes = usize::try_from(rng.between(4_096, 60_000)).unwrap_or(4096);
-        let staged = bytes && rng.chance(3000);
+    pub fn plain(seed: u64, shapes: Vec<Arc<Shape>>, fabric: FabricConfig) -> Self {
+        let latency = fabric.latency;
         Self {
             seed,
-            mask,
-            bytes,
-            wire: rng.chance(5000),
+            mask: Mask::default(),
+            bytes: false,
+            wire: false,
             shapes,
-            tokens,
-            requests: plans,
-            faults,
+            tokens: 0,
+            requests: Vec::new(),
+            faults: FaultPlan::default(),
             fabric,
-            latency: (us(10), far),
-            lease,
-            grace: ms(rng.between(50, 2000)),
+            latency,
+            lease: LeaseTerms::default(),
+            grace: Duration::from_secs(2),
             reclaim: None,
-            handshake: ms(rng.between(1000, 10_000)),
-            idle: rng.chance(3000).then(|| ms(rng.between(200, 3000))),
-            staging: staged.then_some((staging_bytes, StagingConfig { cost: None, way })),
-            admission,
+            handshake: Duration::from_secs(10),
+            idle: None,
+            staging: None,
+            stripe: false,
+            admission: Admission::default(),
             trace: false,
         }
     }
 }
 
-/// Shapes of one model that all feed each other.
-fn draw_shapes(seed: u64, engines: u32, size: Size) -> Vec<Arc<Shape>> {
-    for round in 0u64.. {
-        let mut rng = Rng::of(&[seed, 3, round]);
-        let Some(model) = Model::draw(&mut rng) else { continue };
-        let mut shapes: Vec<Arc<Shape>> = Vec::new();
-        for _ in 0..u64::from(engines) * 8 {
-            if let Some(shape) = Shape::draw(&model, &mut rng, size)
-                && shapes.iter().all(|s| s.feeds(&shape) && shape.feeds(s))
-            {
-                shapes.push(Arc::new(shape));
-            }
-            if shapes.len() == engines as usize {
-                return shapes;
-            }
-        }
-    }
-    Vec::new()
-}
-
-impl World {
-    /// The small world of a seed.
+impl<S: Script> World<S> {
+    /// A world in which the engines begin, and nothing else is about to happen.
     ///
     /// # Errors
     /// If there is no memory or no file descriptor for it.
-    pub fn small(seed: u64) -> Result<Self, NotMade> {
-        Self::new(WorldConfig::small(seed, Mask::default()))
-    }
-
-    /// The large world of a seed.
-    ///
-    /// # Errors
-    /// As for [`small`](Self::small).
-    pub fn large(seed: u64) -> Result<Self, NotMade> {
-        Self::new(WorldConfig::large(seed, Mask::default()))
-    }
-
-    /// A world before anything has happened.
-    ///
-    /// # Errors
-    /// As for [`small`](Self::small).
-    pub fn new(config: WorldConfig) -> Result<Self, NotMade> {
+    pub fn with(config: WorldConfig, script: S) -> Result<Self, NotMade> {
         let not_made = |reason: String| NotMade { seed: config.seed, reason };
         let quiet = std::fs::File::open("/dev/null").map_err(|e| not_made(format!("/dev/null: {e}")))?;
         let nothing = match config.bytes {
@@ -391,7 +237,6 @@ impl World {
             engines,
             conns: BTreeMap::new(),
             next_conn: 0,
-            requests: Vec::new(),
             cut: BTreeMap::new(),
             nothing,
             quiet: Arc::new(quiet.into()),
@@ -399,7 +244,7 @@ impl World {
             violation: None,
             hash: hash(&[config.seed]),
             lines: VecDeque::new(),
-            witness: witness::Witness::default(),
+            script,
             healed: false,
             rng: Rng::of(&[config.seed, 5]),
             config,
@@ -408,30 +253,11 @@ impl World {
             let engine = u32::try_from(engine).unwrap_or(0);
             world.queue.put(Duration::ZERO, Happens::StartEngine(engine));
         }
-        world.plan_requests();
-        for (i, event) in world.config.faults.events.clone().iter().enumerate() {
-            let number = u32::try_from(i).unwrap_or(u32::MAX);
-            if world.config.mask.strikes(number) && world.config.mask.has(event.kind) {
-                world.queue.put(event.at, Happens::Strike(i));
-            }
-        }
         Ok(world)
     }
 
-    /// Runs it to its end: until it is quiet and everything is over, or an invariant doesn't hold.
-    #[must_use]
-    pub fn run(mut self) -> Outcome {
-        self.run_until_quiet();
-        self.stats.worlds = 1;
-        self.stats.time = self.now;
-        let of_fabric = self.fabric.stats();
-        self.stats.add(&of_fabric);
-        let violation = self.violation.take();
-        Outcome { stats: self.stats, violation, hash: self.hash, trace: self.lines.into() }
-    }
-
     /// Lets the next thing happen; false where nothing is left, or an invariant didn't hold.
-    pub(crate) fn next(&mut self, until: Duration) -> bool {
+    pub fn next(&mut self, until: Duration) -> bool {
         if self.violation.is_some() {
             return false;
         }
@@ -445,6 +271,8 @@ impl World {
             }
             return true;
         }
+        // What is posted now begins now.
+        self.fabric.goes_to(at);
         if let Some((_, happens)) = self.queue.take() {
             self.happens(happens);
         }
@@ -452,7 +280,7 @@ impl World {
     }
 
     /// Whom something happens to, if it is a process that may be asleep.
-    fn whom(&self, happens: &Happens) -> Option<Who> {
+    fn whom(&self, happens: &Happens<S::Event>) -> Option<Who> {
         let end = |conn: &u64, second: bool| {
             let conn = self.conns.get(conn)?;
             Some(Who::Owner(conn.ends[usize::from(second)].engine))
@@ -467,23 +295,12 @@ impl World {
             | Happens::FromRank(engine, ..)
             | Happens::RankGone(engine, ..) => Some(Who::Owner(*engine)),
             Happens::ToRank(engine, rank, ..) | Happens::WorkDone(engine, rank, ..) => Some(Who::Rank(*engine, *rank)),
-            Happens::Request(i, want) => {
-                let request = self.requests.get(*i)?;
-                match want {
-                    Want::Arrive | Want::Offer | Want::Withdraw | Want::Step(_) => Some(Who::Owner(request.producer)),
-                    Want::Ask | Want::Cancel | Want::Decline | Want::Decoded => Some(Who::Owner(request.consumer)),
-                    Want::Overdue => None,
-                }
-            }
-            Happens::Resume(..)
-            | Happens::RankDies(..)
-            | Happens::StartRank(..)
-            | Happens::StartEngine(_)
-            | Happens::Strike(_) => None,
+            Happens::Script(event) => S::whom(self, event),
+            Happens::Resume(..) | Happens::RankDies(..) | Happens::StartRank(..) | Happens::StartEngine(_) => None,
         }
     }
 
-    pub(crate) fn happens(&mut self, happens: Happens) {
+    pub(crate) fn happens(&mut self, happens: Happens<S::Event>) {
         if let Some(who) = self.whom(&happens)
             && let Some(process) = self.process(who)
             && process.paused.is_some()
@@ -507,8 +324,7 @@ impl World {
             Happens::WorkDone(engine, rank, life, work) => self.work_done(engine, rank, life, work),
             Happens::StartRank(engine, rank) => self.start_rank(engine, rank),
             Happens::StartEngine(engine) => self.start_engine(engine),
-            Happens::Strike(event) => self.strike(event),
-            Happens::Request(request, want) => self.request(request, want),
+            Happens::Script(event) => S::happens(self, event),
         }
     }
 
@@ -536,12 +352,59 @@ impl World {
         self.violation.get_or_insert(violation);
     }
 
-    pub(crate) fn put(&mut self, after: Duration, happens: Happens) {
+    pub(crate) fn put(&mut self, after: Duration, happens: Happens<S::Event>) {
         self.queue.put(self.now.saturating_add(after), happens);
     }
 
+    /// The world's time.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.now
+    }
+
+    /// The script's event happens after a while.
+    pub fn later(&mut self, after: Duration, event: S::Event) {
+        self.put(after, Happens::Script(event));
+    }
+
+    /// The script's event happens at a time, or now where that is over.
+    pub fn at(&mut self, at: Duration, event: S::Event) {
+        self.queue.put(at.max(self.now), Happens::Script(event));
+    }
+
+    /// The data plane.
+    #[must_use]
+    pub fn fabric(&self) -> &Fabric {
+        &self.fabric
+    }
+
+    /// What has happened, without the data plane's part.
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// What should never happen and did; then nothing more happens.
+    #[must_use]
+    pub fn violation(&self) -> Option<&Violation> {
+        self.violation.as_ref()
+    }
+
+    /// Whether an engine is there with all of its ranks.
+    #[must_use]
+    pub fn is_up(&self, engine: u32) -> bool {
+        let owner = self.engines.get(engine as usize).and_then(|e| e.owner.as_ref());
+        owner.is_some_and(|o| o.manifest().is_some() && o.missing().is_empty())
+    }
+
+    /// How an engine is reached.
+    #[must_use]
+    pub fn address(engine: u32) -> String {
+        format!("e{engine}")
+    }
+
     /// A random lease, epoch and so on.
-    pub(crate) fn lease_id(&mut self) -> LeaseId {
+    pub fn lease_id(&mut self) -> LeaseId {
         LeaseId::new(self.rng.wide())
     }
 
@@ -550,11 +413,12 @@ impl World {
     }
 }
 
-/// Memory that all ranks share where there are no bytes: never touched, so it takes none.
+/// Memory that all ranks share where there are no bytes: never touched, so it takes none, however large the caches.
 fn nothing(shapes: &[Arc<Shape>]) -> Option<Region> {
     let lens = shapes.iter().flat_map(|s| s.manifest.ranks()).map(|r| {
         let longest = r.layout.regions.iter().map(|r| r.len.get()).max().unwrap_or(0);
-        usize::try_from(longest).unwrap_or(usize::MAX).saturating_add(r.layout.regions.len())
+        longest.saturating_add(r.layout.regions.len() as u64)
     });
-    Region::zeroed(lens.max().unwrap_or(1).max(1))
+    let longest = Bytes::new(lens.max().unwrap_or(1).max(1));
+    SharedBuffer::new("kvferry-sim", longest, BufferOptions::default()).ok().map(|buffer| buffer.region())
 }

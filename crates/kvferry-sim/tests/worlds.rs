@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use kvferry_sim::faults::{FaultEvent, FaultPlan};
+use kvferry_sim::plan::RequestPlan;
 use kvferry_sim::shrink::{Kind, trace};
-use kvferry_sim::{Mask, Replay, Stats, World, WorldConfig};
+use kvferry_sim::{FaultKind, Mask, Replay, Stats, World, WorldConfig};
 
 fn run(config: WorldConfig) -> kvferry_sim::Outcome {
     World::new(config).unwrap().run()
@@ -77,4 +79,34 @@ fn what_reclaim_after_assumes_holds_or_breaks() {
     assert!(reclaimed > 10, "{reclaimed} were reclaimed");
     let found = (0..200).find_map(|seed| run(world(seed, broken)).violation);
     assert!(found.is_some(), "blocks that are used again under a write must show");
+}
+
+/// Ranks sleep for longer than their owner waits for them, and then post what they were ordered to, from blocks that were given back
+/// and filled anew: nobody delivers that, nor is a block used again that it is written to.
+#[test]
+fn what_is_posted_for_a_lease_that_is_over_harms_nobody() {
+    let ms = Duration::from_millis;
+    let world = |seed| {
+        let small = WorldConfig::small(seed, Mask::default());
+        let engines = u32::try_from(small.shapes.len()).unwrap();
+        let sleeps = |n: u32| {
+            let (engine, rank, other) = (n % engines, n / engines, (n + 1) % engines);
+            let at = ms(200 + u64::from(n) * 500);
+            FaultEvent { at, kind: FaultKind::RankPause, engine, other, rank, lasts: ms(2000), luck: 0 }
+        };
+        let faults = FaultPlan { rates: small.faults.rates.clone(), events: (0..12).map(sleeps).collect() };
+        let pushed = |r: RequestPlan| RequestPlan { push: Some(true), again: true, ..r };
+        let requests = small.requests.iter().cloned().map(pushed).collect();
+        let mut fabric = small.fabric.clone();
+        fabric.faults.insert(FaultKind::DeafCancel, 5000);
+        fabric.rate = 1 << 16;
+        WorldConfig { faults, requests, fabric, grace: ms(100), ..small }
+    };
+    let mut unwanted = 0;
+    for seed in 0..30 {
+        let outcome = run(world(seed));
+        assert_eq!(outcome.violation, None, "seed {seed}");
+        unwanted += outcome.stats.unwanted;
+    }
+    assert!(unwanted > 20, "{unwanted} were posted for leases that were over");
 }

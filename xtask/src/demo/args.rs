@@ -134,6 +134,9 @@ pub(crate) struct Args {
     /// Keep sliding windows in rings
     #[arg(long)]
     pub(crate) rings: bool,
+    /// Give each request blocks one after the other, as an engine does that has just started, instead of scattered ones
+    #[arg(long)]
+    pub(crate) contiguous: bool,
     /// Spread what a rank reads over all ranks that hold it equally
     #[arg(long)]
     pub(crate) stripe: bool,
@@ -246,6 +249,7 @@ impl Args {
         out.extend(self.decode_layout.as_ref().map(|l| format!("--decode-layout={}", l.text)));
         let flags = [
             ("--rings", self.rings),
+            ("--contiguous", self.contiguous),
             ("--stripe", self.stripe),
             ("--ignore-source-only", self.ignore.ignore_source_only),
             ("--ignore-destination-only", self.ignore.ignore_destination_only),
@@ -287,6 +291,7 @@ mod tests {
             "--checkpoints=2",
             "--decode-checkpoints=1",
             "--rings",
+            "--contiguous",
             "--stripe",
             "--pool=3MiB",
             "--way=destination",

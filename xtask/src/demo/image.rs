@@ -18,7 +18,7 @@ use kvferry_transport::Region;
 use serde::{Deserialize, Serialize};
 
 use super::scenario::{Role, Scenario};
-use crate::blocks::GroupBlocks;
+use kvferry_topology::blocks::GroupBlocks;
 
 /// The outcome of checking one decode rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

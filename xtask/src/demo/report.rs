@@ -75,7 +75,7 @@ impl Fences {
     }
 }
 
-/// How long the requests of the first round were in each phase: medians, in seconds.
+/// How long the requests of a round were in each phase: medians, in seconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Phases {
     /// Waiting for the link between the owners.
@@ -92,7 +92,7 @@ pub(crate) struct Phases {
 }
 
 impl Phases {
-    fn of(delivered: &[Delivered]) -> Option<Self> {
+    pub(crate) fn of(delivered: &[Delivered]) -> Option<Self> {
         let median = |time: fn(&Delivered) -> Duration| {
             let mut times: Vec<Duration> = delivered.iter().map(time).collect();
             times.sort_unstable();
@@ -137,7 +137,10 @@ pub(crate) struct Summary {
     pub(crate) memcpy: Option<Round>,
     pub(crate) leases: Leases,
     pub(crate) fences: Fences,
+    /// Of the first round.
     pub(crate) phases: Option<Phases>,
+    /// Of the round without digests.
+    pub(crate) fenced_phases: Option<Phases>,
     /// Null without `--stream`, and where it wasn't measured.
     pub(crate) stream: Option<Streamed>,
     /// Null without `--chaos`.
@@ -172,6 +175,7 @@ impl Summary {
             leases: Leases::default(),
             fences: Fences::default(),
             phases: None,
+            fenced_phases: None,
             stream: None,
             chaos: None,
             ranks: scenario.decode.ranks().count(),

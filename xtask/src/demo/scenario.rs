@@ -15,7 +15,7 @@ use kvferry_transport::conformance::sample::Rng;
 
 use super::args::{self, Args, Layout};
 use crate::backends::Wires;
-use crate::blocks::{self, Ask, Free, GroupBlocks, Room};
+use kvferry_topology::blocks::{self, Ask, Free, GroupBlocks, Room};
 use crate::engine::Named;
 use crate::show;
 
@@ -330,11 +330,13 @@ fn with_rings(m: &Manifest, step: u64) -> anyhow::Result<Manifest> {
     Ok(Manifest::new(spec, m.groups().to_vec(), m.ranks().to_vec())?)
 }
 
-/// The blocks of every request: scattered, as an allocator leaves them after a while.
+/// The blocks of every request: scattered, as an allocator leaves them after a while, unless they are wanted one after the other.
 fn all_blocks(m: &Manifest, args: &Args, ask: Ask) -> anyhow::Result<Vec<Vec<GroupBlocks>>> {
     let mut free = Free::new(m, |list, ids| {
-        // The same in every process.
-        Rng::new(u64::from(list) + m.ranks().len() as u64).shuffle(ids);
+        if !args.contiguous {
+            // The same in every process.
+            Rng::new(u64::from(list) + m.ranks().len() as u64).shuffle(ids);
+        }
     });
-    (0..args.requests).map(|_| free.take(m, ask)).collect()
+    (0..args.requests).map(|_| Ok(free.take(m, ask)?)).collect()
 }

@@ -338,8 +338,9 @@ impl OwnerSession {
                 if let Some(road) = gone.road {
                     self.road_is_down(road, link);
                 }
-                if !self.links.is_known_elsewhere(peer.digest()) {
-                    self.links.known.remove(&peer.digest());
+                if !self.links.peers().any(|other| other.digest() == peer.digest()) {
+                    let Links { links, known, .. } = &mut self.links;
+                    known.forget(peer.cache(), table::peers(links).map(|other| other.cache()));
                     self.forget(peer.digest());
                 }
             }
@@ -367,7 +368,7 @@ impl OwnerSession {
     fn met(&mut self, link: LinkId, way: Way) -> Option<Acquainted<'_>> {
         let peer = self.links.peer(link)?.clone();
         let ours = self.life.local()?.manifest.cache().clone();
-        let known = self.links.known.entry(peer.digest()).or_default();
+        let known = self.links.known.of(peer.cache());
         let direction = way(known, &ours, peer.cache(), self.config.compat);
         Some((peer, direction))
     }

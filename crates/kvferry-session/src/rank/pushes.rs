@@ -121,10 +121,9 @@ impl RankSession {
     fn serving(&mut self, order: &PushOrder) -> Result<(Arc<EngineManifest>, &mut Direction), RankFault> {
         let refuse = |text: &str| fault(Stage::Plan, text);
         let Standing::Member(engine) = &self.standing else { return Err(refuse("the engine is not complete")) };
-        let known =
-            self.peers.get_mut(&order.pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
+        let known = self.peers.get(&order.pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
         let peer = known.manifest.clone();
-        let way = known.acquaintance.serving(engine.cache(), peer.cache(), order.pairing.compat);
+        let way = self.acquaintances.of(peer.cache()).serving(engine.cache(), peer.cache(), order.pairing.compat);
         Ok((peer, way.map_err(|e| fault(Stage::Plan, e.to_string()))?))
     }
 

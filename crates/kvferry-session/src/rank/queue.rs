@@ -21,7 +21,6 @@ use super::orders::{Order, fault};
 use super::pull::SourceState;
 use super::push::Push;
 use super::{RankSession, Standing};
-use crate::pairing::Acquaintance;
 
 impl RankSession {
     /// The same, reading and writing in such slices and with no more in flight than this admits. Before anything is ordered.
@@ -195,7 +194,7 @@ impl RankSession {
     pub(super) fn forget_own(&mut self, new: &EngineManifest) {
         let same = matches!(&self.standing, Standing::Member(old) if old.cache().digest() == new.cache().digest());
         if !same {
-            self.peers.values_mut().for_each(|known| known.acquaintance = Acquaintance::default());
+            self.acquaintances.clear();
         }
     }
 }

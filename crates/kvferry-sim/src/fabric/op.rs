@@ -39,6 +39,8 @@ pub(crate) struct Op {
     pub(crate) written: Vec<Place>,
     /// Blocks of its own rank that it sends.
     pub(crate) sent: Vec<Place>,
+    /// When its bytes began to move, where there are wires.
+    pub(crate) began: Duration,
     /// Since when it has waited for a lane that moves nothing.
     pub(crate) stalled: Option<Duration>,
 }
@@ -126,7 +128,10 @@ impl State {
         if let Some(map) = self.places_of(op.dst_node()) {
             op.written = places(&op.batch, &map, true);
         }
+        let unwanted = self.is_unwanted(&op);
+        self.stats.unwanted += u64::from(unwanted && op.kind == OpKind::Write);
         if op.kind == OpKind::Write
+            && !unwanted
             && let Some(map) = self.places_of(node)
         {
             op.sent = places(&op.batch, &map, false);
@@ -148,7 +153,7 @@ impl State {
             _ => true,
         });
         if up {
-            let mut after = self.latency(node);
+            let mut after = self.approach(key).unwrap_or_else(|| self.latency(node));
             if self.goes_wrong(node, FaultKind::SlowOp) {
                 after += self.draw(node, (ms(5), ms(900)));
             }
@@ -191,6 +196,9 @@ impl State {
         if let Err(error) = self.allowed(key) {
             self.end(key, Outcome::Failed(error));
             return self.release(key);
+        }
+        if self.network.is_some() {
+            return self.flow(key);
         }
         let Some(op) = self.ops.get_mut(&key) else { return };
         op.stalled = None;
@@ -304,6 +312,7 @@ impl State {
         if let (Some(payload), Some(from)) = (notify, from) {
             self.tell(to, Event::Notification { from, payload });
         }
+        self.enter(key);
         self.end(key, Outcome::Done(stats));
         self.release(key);
     }

@@ -5,15 +5,15 @@ use std::time::Duration;
 use kvferry_proto::peer::PeerMessage;
 use kvferry_session::owner::LinkId;
 
-use super::{Conn, End, Happens, Packet, World};
+use super::{Conn, End, Happens, Packet, Script, World};
 use crate::faults::FaultKind;
 use crate::rng::{Rng, ms, us};
 use crate::violation::Violation;
 
-impl World {
-    /// How long a message takes, by a generator of its link.
-    pub(crate) fn delay(&mut self, rng: &mut Rng) -> Duration {
-        let (low, high) = self.config.latency;
+impl<S: Script> World<S> {
+    /// How long a message takes between two engines, by a generator of its link.
+    pub(crate) fn delay(&mut self, rng: &mut Rng, (from, to): (u32, u32)) -> Duration {
+        let (low, high) = S::latency(self, from, to);
         let usual = rng.time(low, high);
         let luck = rng.below(10_000);
         let rate = self.config.faults.rates.get(&FaultKind::Jitter).copied().unwrap_or(0);
@@ -45,8 +45,8 @@ impl World {
             End { engine, life, link: Some(link), open: true },
             End { engine: to, life: self.life(to), link: None, open: true },
         ];
-        let there = self.now + self.delay(&mut rng);
-        let back = there + self.delay(&mut rng);
+        let there = self.now + self.delay(&mut rng, (engine, to));
+        let back = there + self.delay(&mut rng, (to, engine));
         self.conns.insert(number, Conn { ends, last: [back, there], rng });
         if let Some(e) = self.engines.get_mut(engine as usize) {
             e.links.insert(link, number);
@@ -99,6 +99,7 @@ impl World {
     /// A session sends; what was sent before on the link arrives before.
     pub(crate) fn send_peer(&mut self, engine: u32, link: LinkId, message: PeerMessage) {
         let Some(number) = self.engines.get(engine as usize).and_then(|e| e.links.get(&link)).copied() else { return };
+        S::said(self, engine, link, &message);
         let packet = match Packet::peer(message, self.config.wire) {
             Ok(packet) => packet,
             Err(error) => return self.violates(Violation::Unreadable { engine, error }),
@@ -120,7 +121,8 @@ impl World {
         let (a, b) = (conn.ends[0].engine, conn.ends[1].engine);
         let mut rng = conn.rng.clone();
         let begin = self.cut_between(a, b).unwrap_or(self.now);
-        let at = begin + self.delay(&mut rng);
+        let way = if to == 1 { (a, b) } else { (b, a) };
+        let at = begin + self.delay(&mut rng, way);
         let conn = self.conns.get_mut(&number)?;
         conn.rng = rng;
         conn.last[to] = conn.last[to].max(at);

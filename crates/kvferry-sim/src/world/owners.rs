@@ -6,7 +6,7 @@ use kvferry_proto::names::ModelIdentity;
 use kvferry_session::OwnerSession;
 use kvferry_session::owner::{Backoff, Effect, OwnerConfig};
 
-use super::{Happens, Packet, Who, World};
+use super::{Happens, Packet, Script, Who, World};
 use crate::clock::Clock;
 use crate::engine::Process;
 use crate::faults::FaultKind;
@@ -16,8 +16,8 @@ use crate::violation::Violation;
 /// How often a session may ask to be stepped again at once.
 const SPINS: u32 = 20_000;
 
-impl World {
-    pub(crate) fn process(&mut self, who: Who) -> Option<&mut Process<Happens>> {
+impl<S: Script> World<S> {
+    pub(crate) fn process(&mut self, who: Who) -> Option<&mut Process<Happens<S::Event>>> {
         match who {
             Who::Owner(engine) => self.engines.get_mut(engine as usize).map(|e| &mut e.process),
             Who::Rank(engine, rank) => {
@@ -59,6 +59,7 @@ impl World {
             reclaim_after: self.config.reclaim,
             handshake: self.config.handshake,
             idle: self.config.idle,
+            stripe: self.config.stripe,
             retry: Backoff { first: ms(50), most: ms(1500) },
             ..OwnerConfig::new(e.id.clone(), epoch, m.spec().clone(), m.groups().to_vec(), ranks)
         };
@@ -78,7 +79,7 @@ impl World {
     }
 
     /// An engine is gone with all that it had.
-    pub(crate) fn crash_engine(&mut self, engine: u32, lasts: Duration, drains: bool) {
+    pub fn crash_engine(&mut self, engine: u32, lasts: Duration, drains: bool) {
         if self.engines.get(engine as usize).is_none_or(|e| e.owner.is_none()) {
             return;
         }
@@ -112,16 +113,14 @@ impl World {
                 e.process.paused = None;
                 // What requests wait for comes all the same; the rest was for the life that is over.
                 let held = std::mem::take(&mut e.process.held);
-                waiting.extend(held.into_iter().filter(|h| matches!(h, Happens::Request(..))));
-                let open = e.pulls.values().chain(e.leases.values()).copied().collect();
+                waiting.extend(held.into_iter().filter(|h| matches!(h, Happens::Script(_))));
+                let open: Vec<usize> = e.pulls.values().chain(e.leases.values()).copied().collect();
                 e.forget();
                 open
             }
             None => Vec::new(),
         };
-        for request in open {
-            self.engine_lost(request, engine);
-        }
+        S::engine_lost(self, engine, open);
         for happens in waiting {
             self.put(us(1), happens);
         }
@@ -129,7 +128,7 @@ impl World {
     }
 
     /// Tells an owner something, by its own clock.
-    pub(crate) fn with_owner(&mut self, engine: u32, tell: impl FnOnce(&mut OwnerSession, Duration)) {
+    pub fn with_owner(&mut self, engine: u32, tell: impl FnOnce(&mut OwnerSession, Duration)) {
         let now = self.now;
         if let Some(e) = self.engines.get_mut(engine as usize) {
             let shown = e.process.clock.shows(now);
@@ -215,7 +214,7 @@ impl World {
     }
 
     /// Steps an owner and does what it wants done.
-    pub(crate) fn pump_owner(&mut self, engine: u32) {
+    pub fn pump_owner(&mut self, engine: u32) {
         let now = self.now;
         let Some(e) = self.engines.get_mut(engine as usize) else { return };
         if e.process.paused.is_some() {
@@ -236,16 +235,13 @@ impl World {
             self.effect(engine, effect);
         }
         self.set_timer(Who::Owner(engine), due);
-        self.look_aside(engine);
+        S::stepped(self, engine);
     }
 
     fn effect(&mut self, engine: u32, effect: Effect) {
         match effect {
             Effect::Connect { link, address } => self.connect(engine, link, &address),
-            Effect::SendPeer { link, message } => {
-                self.witness_said(engine, link, &message);
-                self.send_peer(engine, link, message);
-            }
+            Effect::SendPeer { link, message } => self.send_peer(engine, link, message),
             Effect::ClosePeer { link } => self.close(engine, link),
             Effect::SendRank { link, message } => {
                 let rank = self.engines.get(engine as usize).and_then(|e| e.rank_links.get(&link)).copied();
@@ -264,39 +260,7 @@ impl World {
                     self.rank_refused(engine, rank);
                 }
             }
-            Effect::LeaseClosed { fence, how, .. } => {
-                self.witness_closed(fence.lease, how);
-                self.lease_closed(engine, fence.lease, &format!("{how:?}"));
-            }
-            Effect::PullEnded { pull, result } => {
-                if let Ok(delivered) = &*result {
-                    self.witness_delivered(engine, &delivered.report().fence);
-                }
-                self.pull_ended(engine, pull, *result);
-            }
-            Effect::Contradiction { fence, peer, what } => {
-                let what = format!("{peer} about {fence}: {what}");
-                self.violates(Violation::Contradiction { engine, what });
-            }
-            Effect::Reclaimed { pull, blocks } => {
-                *self.stats.outcomes.entry("(reclaimed)".into()).or_default() += 1;
-                self.note(|_| format!("e{engine} uses {blocks} blocks of pull {pull} again"));
-            }
-            Effect::Progress { pull, tokens } => {
-                self.note(|_| format!("e{engine} pull {pull} is at {tokens}"));
-                let request = self.engines.get(engine as usize).and_then(|e| e.pulls.get(&pull)).copied();
-                if let Some(request) = request {
-                    self.check_in_place(request, pull, tokens.get(), "as progress");
-                }
-            }
-            Effect::RankLost { rank, .. } => self.note(|_| format!("e{engine} has lost rank {rank}")),
-            Effect::Ready(_) => self.note(|_| format!("e{engine} is complete")),
-            Effect::JoinRefused(error) => self.note(|_| format!("e{engine} refuses a rank: {error}")),
-            Effect::LinkFailed { reasons, .. } => self.note(|_| format!("e{engine}: no link: {reasons:?}")),
-            Effect::LinkDown { peer, reason, .. } => {
-                self.note(|_| format!("e{engine}: link to {peer} is down: {reason}"))
-            }
-            _ => {}
+            other => S::effect(self, engine, other),
         }
     }
 }

@@ -10,7 +10,7 @@ use kvferry_session::rank::RankIdentity;
 use kvferry_session::{LocalCache, RankSession};
 use kvferry_transport::{EndpointId, Transport};
 
-use super::{Happens, Packet, Who, World};
+use super::{Happens, Packet, Script, Who, World};
 use crate::clock::Clock;
 use crate::engine::{Process, Rank};
 use crate::fabric::Owner;
@@ -19,7 +19,7 @@ use crate::rng::{Rng, hash, ms, us};
 use crate::transport::SimTransport;
 use crate::violation::Violation;
 
-impl World {
+impl<S: Script> World<S> {
     /// Places for ranks that begin later.
     pub(crate) fn add_ranks(&mut self, engine: u32, ranks: u32) {
         let Some(e) = self.engines.get_mut(engine as usize) else { return };
@@ -38,7 +38,7 @@ impl World {
         }
     }
 
-    pub(crate) fn rank(&mut self, engine: u32, rank: u32) -> Option<&mut Rank<Happens>> {
+    pub(crate) fn rank(&mut self, engine: u32, rank: u32) -> Option<&mut Rank<Happens<S::Event>>> {
         self.engines.get_mut(engine as usize)?.ranks.get_mut(rank as usize)
     }
 
@@ -81,7 +81,7 @@ impl World {
         let id = e.id.clone();
         let r = e.ranks.get_mut(rank as usize).ok_or("no such rank")?;
         let said = manifest.ranks().get(rank as usize).ok_or("no such rank")?;
-        let places = places.get(rank as usize).ok_or("no such rank")?.clone();
+        let places = places.get(rank as usize).cloned().unwrap_or_default();
         // A new life has the card of the one before.
         fabric.flush(r.endpoint);
         let own = [seed, u64::from(engine), u64::from(rank), u64::from(life)];
@@ -114,7 +114,7 @@ impl World {
     }
 
     /// A rank's process is gone, with its memory.
-    pub(crate) fn kill_rank(&mut self, engine: u32, rank: u32, drains: bool) {
+    pub fn kill_rank(&mut self, engine: u32, rank: u32, drains: bool) {
         let fabric = self.fabric.clone();
         let Some(r) = self.rank(engine, rank) else { return };
         if r.session.is_none() {
@@ -202,7 +202,7 @@ impl World {
     fn rank_delay(&mut self, engine: u32, rank: u32) -> Duration {
         let mut rng =
             Rng::of(&[self.config.seed, 11, u64::from(engine), u64::from(rank), self.stats.messages, self.stats.steps]);
-        self.delay(&mut rng)
+        self.delay(&mut rng, (engine, engine))
     }
 
     /// The data plane has something for a rank.
@@ -280,7 +280,7 @@ impl World {
         self.count(14, u64::from(engine), u64::from(rank));
         self.note(|_| format!("e{engine} hears that rank {rank} is gone"));
         self.with_owner(engine, |owner, now| owner.rank_closed(link, "it is gone", now));
-        self.rank_lost(engine);
+        S::rank_lost(self, engine);
         self.pump_owner(engine);
     }
 

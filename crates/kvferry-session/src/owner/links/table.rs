@@ -3,7 +3,7 @@
 use crate::owner::roads::RoadId;
 use crate::owner::timers::Timers;
 use crate::owner::{BTreeMap, Digest, Duration, EngineId, Fence, LinkId};
-use crate::pairing::Acquaintance;
+use crate::pairing::Acquaintances;
 use kvferry_proto::handshake::{Abilities, Again, Allowed, Established, Greeting, Hello, Lacking, Versions};
 use kvferry_proto::manifest::EngineManifest;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ pub(in crate::owner) struct Links {
     pub(in crate::owner) links: BTreeMap<LinkId, Link>,
     /// When a link must be up, or is looked at whether it is still of use.
     pub(in crate::owner) due: Timers<LinkId>,
-    pub(in crate::owner) known: BTreeMap<Digest, Acquaintance>,
+    pub(in crate::owner) known: Acquaintances,
     pub(in crate::owner) manifests: Remembered,
 }
 
@@ -254,9 +254,15 @@ impl Links {
         self.manifests = Remembered::default();
     }
 
-    pub(in crate::owner) fn is_known_elsewhere(&self, digest: Digest) -> bool {
-        self.links.values().any(|l| matches!(&l.stage, Stage::Up(e) if e.peer.digest() == digest))
+    /// The engines that there are links to.
+    pub(in crate::owner) fn peers(&self) -> impl Iterator<Item = &Arc<EngineManifest>> {
+        peers(&self.links)
     }
+}
+
+/// The engines at the links that are up.
+pub(in crate::owner) fn peers(links: &BTreeMap<LinkId, Link>) -> impl Iterator<Item = &Arc<EngineManifest>> {
+    links.values().filter_map(|l| if let Stage::Up(e) = &l.stage { Some(&e.peer) } else { None })
 }
 
 /// What a peer may say that can't be true, before its link is given up.

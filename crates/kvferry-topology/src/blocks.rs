@@ -1,40 +1,42 @@
-//! Requests made up for a command: how many blocks and slots they need, and which they get.
+//! Requests that are made up: how many blocks and slots they need, and which they get.
 
-use anyhow::{Context as _, bail};
 use kvferry_geometry::layout::{PagedView, View};
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::request::{
     BlockTable, Checkpoint, DstGroup, DstPaged, DstState, SrcGroup, SrcPaged, SrcState, Tail,
 };
 use kvferry_geometry::spec::{Item, Retention};
-use kvferry_geometry::units::{BlockId, Bytes, GroupId, TokenRange, Tokens};
+use kvferry_geometry::units::{BlockId, Bytes, GroupId, Name, TokenRange, Tokens};
 use kvferry_models::{DescribeError, EngineDescription, Slots};
 
 /// A request, as far as it decides which blocks are used.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ask {
+pub struct Ask {
     /// Length of the sequence.
-    pub(crate) tokens: u64,
+    pub tokens: u64,
     /// States of the sequence in each group of states: one after all of its tokens, and earlier ones.
-    pub(crate) states: u64,
+    pub states: u64,
 }
 
 /// One group's blocks of one request: of a group of states, the slots of [`Ask::positions`].
 #[derive(Clone, Debug)]
-pub(crate) struct GroupBlocks {
-    pub(crate) first_position: u64,
-    pub(crate) ids: Vec<BlockId>,
+pub struct GroupBlocks {
+    /// The place in the sequence of the first, in blocks.
+    pub first_position: u64,
+    /// The blocks.
+    pub ids: Vec<BlockId>,
 }
 
 impl Ask {
     /// The positions of a request's states: after all tokens, then ever earlier.
-    pub(crate) fn positions(self) -> impl Iterator<Item = u64> {
+    pub fn positions(self) -> impl Iterator<Item = u64> {
         (1..=self.states).rev().map(move |i| self.tokens * i / self.states)
     }
 
     /// (first table position, entries) that a request lists in a group: a window's earlier blocks are gone, a ring lists all of
     /// its blocks, and an entry of a group of states is a slot.
-    fn needs(self, m: &Manifest, group: GroupId) -> (u64, u64) {
+    #[must_use]
+    pub fn needs(self, m: &Manifest, group: GroupId) -> (u64, u64) {
         if m.is_state(group) {
             return (0, self.states);
         }
@@ -48,14 +50,15 @@ impl Ask {
     }
 
     /// The tokens that some item of a group still reads.
-    fn kept(self, m: &Manifest, group: GroupId) -> TokenRange {
+    #[must_use]
+    pub fn kept(self, m: &Manifest, group: GroupId) -> TokenRange {
         let n = Tokens::new(self.tokens);
         let start = retentions(m, group).map(|r| r.needed(n).start()).min();
         TokenRange::new(start.unwrap_or(n), n)
     }
 
     /// What the source says of a request with these blocks.
-    pub(crate) fn src(self, m: &Manifest, blocks: &[GroupBlocks], tail: Tail) -> Vec<SrcGroup> {
+    pub fn src(self, m: &Manifest, blocks: &[GroupBlocks], tail: Tail) -> Vec<SrcGroup> {
         let one = |(group, b): (GroupId, &GroupBlocks)| -> SrcGroup {
             if m.is_state(group) {
                 return SrcState { checkpoints: self.checkpoints(b).collect() }.into();
@@ -67,7 +70,7 @@ impl Ask {
 
     /// What the destination says, if it has `[0, cached)` of its paged groups, and takes `more` of the earlier states, the
     /// latest of them.
-    pub(crate) fn dst(self, m: &Manifest, blocks: &[GroupBlocks], cached: u64, more: u64) -> Vec<DstGroup> {
+    pub fn dst(self, m: &Manifest, blocks: &[GroupBlocks], cached: u64, more: u64) -> Vec<DstGroup> {
         let one = |(group, b): (GroupId, &GroupBlocks)| -> DstGroup {
             if m.is_state(group) {
                 let more = usize::try_from(more).unwrap_or(usize::MAX);
@@ -86,18 +89,18 @@ impl Ask {
 }
 
 /// What the paged items of a group keep.
-pub(crate) fn retentions(m: &Manifest, group: GroupId) -> impl Iterator<Item = Retention> {
+pub fn retentions(m: &Manifest, group: GroupId) -> impl Iterator<Item = Retention> {
     let items = m.groups().get(group.index()).into_iter().flat_map(|g| &g.items);
     items.filter_map(|&id| Some(m.spec().get(id).and_then(Item::as_paged)?.retention))
 }
 
 /// The groups of an engine by id.
-pub(crate) fn groups(m: &Manifest) -> impl Iterator<Item = GroupId> + use<> {
+pub fn groups(m: &Manifest) -> impl Iterator<Item = GroupId> + use<> {
     (0..u32::try_from(m.groups().len()).unwrap_or(u32::MAX)).map(GroupId::new)
 }
 
 /// Whether groups lie in the same memory, so that a block id is in use by one of them at a time.
-pub(crate) fn shares_memory(m: &Manifest) -> bool {
+pub fn shares_memory(m: &Manifest) -> bool {
     m.ranks().iter().any(|rank| {
         let mut group_of: Vec<Option<GroupId>> = vec![None; rank.layout.regions.len()];
         m.spec().iter().any(|(id, _)| {
@@ -114,20 +117,22 @@ pub(crate) fn shares_memory(m: &Manifest) -> bool {
 
 /// What `fit` makes room for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Room {
-    pub(crate) ask: Ask,
-    pub(crate) requests: u64,
+pub struct Room {
+    /// What each request is.
+    pub ask: Ask,
+    /// How many there are at a time.
+    pub requests: u64,
     /// Whether there are blocks that no request uses.
-    pub(crate) spare: bool,
+    pub spare: bool,
 }
 
 /// Gives the engine as many blocks and slots as the requests need.
-pub(crate) fn fit(d: &mut EngineDescription, room: Room) -> Result<(), DescribeError> {
+pub fn fit(d: &mut EngineDescription, room: Room) -> Result<(), DescribeError> {
     fit_with(d, room, &Ok)
 }
 
 /// The same where the manifest is not quite what the description makes.
-pub(crate) fn fit_with<E: From<DescribeError>>(
+pub fn fit_with<E: From<DescribeError>>(
     d: &mut EngineDescription,
     room: Room,
     adjust: &impl Fn(Manifest) -> Result<Manifest, E>,
@@ -151,7 +156,7 @@ pub(crate) fn fit_with<E: From<DescribeError>>(
 
 /// Where groups share memory, a page of attention should not be much smaller than a state: the fewest tokens, in kernel blocks
 /// of 16, whose page holds one.
-pub(crate) fn grow_to_states(d: &mut EngineDescription) -> Result<(), DescribeError> {
+pub fn grow_to_states(d: &mut EngineDescription) -> Result<(), DescribeError> {
     const KERNEL: u32 = 16;
     let mut apart = d.clone();
     (apart.layout.share, apart.layout.padding, apart.blocks) = (false, Bytes::ZERO, Some(1));
@@ -170,15 +175,15 @@ pub(crate) fn grow_to_states(d: &mut EngineDescription) -> Result<(), DescribeEr
 }
 
 /// Blocks that no request has yet: a list for each group, or one for all where they share memory.
-#[derive(Debug)]
-pub(crate) struct Free {
+#[derive(Clone, Debug)]
+pub struct Free {
     lists: Vec<Vec<BlockId>>,
     shared: bool,
 }
 
 impl Free {
     /// All blocks of an engine, each group's in the order that `shuffle` makes; it is told the list's number.
-    pub(crate) fn new(m: &Manifest, mut shuffle: impl FnMut(u32, &mut [BlockId])) -> Self {
+    pub fn new(m: &Manifest, mut shuffle: impl FnMut(u32, &mut [BlockId])) -> Self {
         let shared = shares_memory(m);
         let all = groups(m).map(|g| (0..m.blocks(g).get()).map(BlockId::new).collect());
         let mut lists: Vec<Vec<BlockId>> = all.collect();
@@ -193,26 +198,74 @@ impl Free {
         Self { lists, shared }
     }
 
-    /// The blocks of a request.
-    pub(crate) fn take(&mut self, m: &Manifest, ask: Ask) -> anyhow::Result<Vec<GroupBlocks>> {
-        let one = |group: GroupId| {
+    /// The blocks of a request; nothing is taken where a group has too few.
+    ///
+    /// # Errors
+    /// With the first group that has too few.
+    pub fn take(&mut self, m: &Manifest, ask: Ask) -> Result<Vec<GroupBlocks>, NoRoom> {
+        let mut out = Vec::with_capacity(self.lists.len());
+        for group in groups(m) {
             let (first_position, count) = ask.needs(m, group);
-            let list = self.lists.get_mut(if self.shared { 0 } else { group.index() }).context("no such group")?;
-            let Some(rest) = usize::try_from(count).ok().and_then(|n| list.len().checked_sub(n)) else {
-                let (kind, name) =
-                    (if m.is_state(group) { "slots" } else { "blocks" }, &m.groups()[group.index()].name);
-                bail!(
-                    "group {name} has {} {kind} left of {}, and the request needs {count}; describe more, or leave {kind} out",
-                    list.len(),
-                    m.blocks(group).get(),
-                );
-            };
-            let mut ids = list.split_off(rest);
-            ids.reverse();
-            Ok(GroupBlocks { first_position, ids })
-        };
-        groups(m).map(one).collect()
+            let list = self.lists.get_mut(if self.shared { 0 } else { group.index() });
+            let taken = list.ok_or(0).and_then(|list| {
+                let rest = usize::try_from(count).ok().and_then(|n| list.len().checked_sub(n)).ok_or(list.len())?;
+                Ok(list.split_off(rest))
+            });
+            match taken {
+                Ok(mut ids) => {
+                    ids.reverse();
+                    out.push(GroupBlocks { first_position, ids });
+                }
+                Err(left) => {
+                    self.give(&out);
+                    let (is_state, all) = (m.is_state(group), m.blocks(group).get());
+                    let group = m.groups().get(group.index()).map(|g| g.name.clone());
+                    return Err(NoRoom {
+                        group: group.unwrap_or_else(|| "".into()),
+                        is_state,
+                        left,
+                        all,
+                        needs: count,
+                    });
+                }
+            }
+        }
+        Ok(out)
     }
+
+    /// The blocks of a request come back: the last that came back goes out first.
+    pub fn give(&mut self, blocks: &[GroupBlocks]) {
+        for (group, blocks) in blocks.iter().enumerate() {
+            if let Some(list) = self.lists.get_mut(if self.shared { 0 } else { group }) {
+                list.extend(blocks.ids.iter().rev());
+            }
+        }
+    }
+
+    /// Free blocks of the list that has the fewest.
+    #[must_use]
+    pub fn least(&self) -> usize {
+        self.lists.iter().map(Vec::len).min().unwrap_or(0)
+    }
+}
+
+/// A request finds too few blocks.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "group {group} has {left} {kind} left of {all}, and the request needs {needs}; describe more, or leave {kind} out",
+    kind = if *is_state { "slots" } else { "blocks" }
+)]
+pub struct NoRoom {
+    /// The group.
+    pub group: Name,
+    /// Whether it is of states.
+    pub is_state: bool,
+    /// Blocks or slots that are free.
+    pub left: usize,
+    /// All.
+    pub all: u32,
+    /// How many are needed.
+    pub needs: u64,
 }
 
 #[cfg(test)]

@@ -79,7 +79,7 @@ impl World {
                 && e.owner.as_ref().is_some_and(|o| o.missing().is_empty() && o.is_drained())
                 && e.ranks.iter().all(|r| r.session.is_some())
         };
-        !self.requests.iter().any(open) && self.engines.iter().all(engine)
+        !self.script.requests.iter().any(open) && self.engines.iter().all(engine)
     }
 
     /// Lets ranks begin anew that are in doubt. Gives the engines that must hear of it, and of whom.
@@ -135,7 +135,8 @@ impl World {
         let e = self.engines.get(engine as usize)?;
         let Some(owner) = &e.owner else { return Some("no owner".into()) };
         let shown = owner.snapshot(e.process.clock.shows(now));
-        let unended = self.requests.iter().enumerate().find(|(_, r)| r.consumer == engine && r.outcome.is_none());
+        let unended =
+            self.script.requests.iter().enumerate().find(|(_, r)| r.consumer == engine && r.outcome.is_none());
         if let Some((i, _)) = unended {
             return Some(format!("request {i} without an outcome"));
         }

@@ -36,13 +36,13 @@ impl World {
     /// A producer has closed a lease.
     pub(crate) fn witness_closed(&mut self, lease: LeaseId, how: Closing) {
         if how == Closing::Read {
-            self.witness.read.insert(lease);
+            self.script.witness.read.insert(lease);
         }
     }
 
     /// A consumer has delivered what it has of a lease: its producer must have said that it held that.
     pub(crate) fn witness_delivered(&mut self, engine: u32, fence: &Fence) {
-        if !self.witness.held.remove(&(engine, fence.lease, fence.attempt)) {
+        if !self.script.witness.held.remove(&(engine, fence.lease, fence.attempt)) {
             let what = format!("{fence} is delivered, and its producer has not said that it held it");
             self.violates(Violation::Untrue { engine, what });
         }
@@ -57,20 +57,20 @@ impl World {
             PeerMessage::PushBind(push) => self.asks(sender, &push.bind.fence),
             PeerMessage::Heartbeat(beat) => {
                 let leases = beat.leases.iter().map(|(lease, _)| *lease).collect();
-                self.witness.beats.insert((sender, beat.beat), leases);
+                self.script.witness.beats.insert((sender, beat.beat), leases);
                 None
             }
             PeerMessage::BindAnswer(BindAnswer::Bound(grant)) => self.grants(other, &grant.fence),
             PeerMessage::HeartbeatAnswer(answer) => {
-                let leases = self.witness.beats.remove(&(other, answer.beat)).unwrap_or_default();
+                let leases = self.script.witness.beats.remove(&(other, answer.beat)).unwrap_or_default();
                 let wrong =
                     |(lease, left): &(&LeaseId, &Left)| **left != Left::Closed && !self.is_open(engine, **lease);
                 let wrong = leases.iter().zip(&answer.left).find(wrong);
                 wrong.map(|(lease, left)| format!("lease {lease} is closed, and said to have time left: {left:?}"))
             }
             PeerMessage::ReleaseAnswer(answer) if answer.verdict == Verdict::Held => {
-                self.witness.held.insert((other.0, answer.fence.lease, answer.fence.attempt));
-                let read = self.witness.read.remove(&answer.fence.lease);
+                self.script.witness.held.insert((other.0, answer.fence.lease, answer.fence.attempt));
+                let read = self.script.witness.read.remove(&answer.fence.lease);
                 (!read).then(|| format!("{} was not closed as read, or that was said before", answer.fence))
             }
             PeerMessage::Written(written) => {
@@ -83,7 +83,7 @@ impl World {
             }
             PeerMessage::Stopped(stopped) if stopped.writers != Stoppage::Unknown => {
                 let (lease, attempt) = (stopped.fence.lease, stopped.fence.attempt);
-                let last = self.witness.stopped.entry((other.0, lease)).or_insert(attempt);
+                let last = self.script.witness.stopped.entry((other.0, lease)).or_insert(attempt);
                 *last = attempt.max(*last);
                 let offered = self.is_offered(engine, &stopped.fence);
                 if stopped.writers == Stoppage::All {
@@ -100,19 +100,19 @@ impl World {
     }
 
     fn asks(&mut self, who: Life, fence: &Fence) -> Option<String> {
-        self.witness.asked.insert((who, fence.lease, fence.attempt));
+        self.script.witness.asked.insert((who, fence.lease, fence.attempt));
         None
     }
 
     fn grants(&mut self, who: Life, fence: &Fence) -> Option<String> {
         let (lease, attempt) = (fence.lease, fence.attempt);
-        if !self.witness.asked.contains(&(who, lease, attempt)) {
+        if !self.script.witness.asked.contains(&(who, lease, attempt)) {
             return Some(format!("{fence} is granted to e{}, which has not asked for it", who.0));
         }
-        if !self.witness.granted.insert((lease, attempt)) {
+        if !self.script.witness.granted.insert((lease, attempt)) {
             return Some(format!("{fence} is granted a second time, to e{}", who.0));
         }
-        let stopped = self.witness.stopped.get(&(who.0, lease)).is_some_and(|last| attempt <= *last);
+        let stopped = self.script.witness.stopped.get(&(who.0, lease)).is_some_and(|last| attempt <= *last);
         stopped.then(|| format!("{fence} is granted to e{}, which was told that nobody would write for it", who.0))
     }
 
@@ -138,7 +138,7 @@ impl World {
         };
         let e = self.engines.get(consumer as usize)?;
         let ends: Vec<_> = e.ranks.iter().filter(|r| r.session.is_some()).map(|r| r.endpoint).collect();
-        for r in self.requests.iter().filter(of_lease) {
+        for r in self.script.requests.iter().filter(of_lease) {
             let Some(pull) = r.pull else { continue };
             let Some(blocks) = r.dst.as_ref().filter(|_| r.ended.is_none()).or_else(|| e.aside.get(&pull)) else {
                 continue;

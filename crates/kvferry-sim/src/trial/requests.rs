@@ -2,18 +2,15 @@
 
 use std::time::Duration;
 
-use kvferry_geometry::request::{
-    BlockTable, Checkpoint, DstGroup, DstPaged, DstState, SrcGroup, SrcPaged, SrcState, Tail,
-};
-use kvferry_geometry::units::{TokenRange, Tokens};
+use kvferry_geometry::units::Tokens;
 use kvferry_proto::lease::Offer;
-use kvferry_proto::names::{Attempt, ContentKey, Fence};
+use kvferry_proto::names::{Attempt, Fence};
 use kvferry_proto::rank::{Assurance, PullId};
 use kvferry_session::Ttl;
 use kvferry_session::owner::{FailurePolicy, Mode, OfferError, PhaseLimits, PullWish, Remedy, Source};
 
-use super::{Happens, Request, Want, World};
-use crate::engine::{Blocks, ids};
+use super::{Request, Want, World, key, wants};
+use crate::engine::Blocks;
 use crate::faults::FaultKind;
 use crate::memory::Value;
 use crate::plan::RequestPlan;
@@ -32,16 +29,17 @@ impl World {
             if self.config.mask.makes(number) {
                 let at = plan.at;
                 let i = self.make(number, plan, 0);
-                self.queue.put(at, Happens::Request(i, Want::Arrive));
+                self.queue.put(at, wants(i, Want::Arrive));
             }
         }
     }
 
     fn make(&mut self, number: u32, plan: RequestPlan, tries: u32) -> usize {
-        let content = hash(&[self.config.seed, 0xc0, u64::from(number), u64::from(tries), self.requests.len() as u64]);
+        let content =
+            hash(&[self.config.seed, 0xc0, u64::from(number), u64::from(tries), self.script.requests.len() as u64]);
         let (producer, consumer, tokens, cached) = (plan.producer, plan.consumer, plan.tokens, plan.cached);
         let (deadline, ttl) = (plan.deadline, plan.ttl);
-        self.requests.push(Request {
+        self.script.requests.push(Request {
             plan,
             number,
             producer,
@@ -72,7 +70,7 @@ impl World {
             of: None,
             back: false,
         });
-        self.requests.len() - 1
+        self.script.requests.len() - 1
     }
 
     pub(crate) fn request(&mut self, i: usize, want: Want) {
@@ -103,41 +101,36 @@ impl World {
 
     /// A request is over for whoever counts requests.
     pub(crate) fn over(&mut self, i: usize, how: &str) {
-        let Some(r) = self.requests.get_mut(i).filter(|r| r.outcome.is_none()) else { return };
+        let Some(r) = self.script.requests.get_mut(i).filter(|r| r.outcome.is_none()) else { return };
         r.outcome = Some(how.to_owned());
         self.stats.outcome(how);
         let now = self.now;
         self.note(|_| format!("request {i} is over: {how}"));
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         r.ended.get_or_insert(now);
         let own = r.of.is_none() && !r.back && !r.silent;
         let again = how != "delivered" && r.plan.again && r.tries + 1 < TRIES && own;
         if again && !self.healed {
             let (number, plan, tries) = (r.number, RequestPlan { wrong: Vec::new(), ..r.plan.clone() }, r.tries + 1);
             let next = self.make(number, plan, tries);
-            self.put(ms(20), Happens::Request(next, Want::Arrive));
+            self.put(ms(20), wants(next, Want::Arrive));
         }
-    }
-
-    fn is_up(&self, engine: u32) -> bool {
-        let owner = self.engines.get(engine as usize).and_then(|e| e.owner.as_ref());
-        owner.is_some_and(|o| o.manifest().is_some() && o.missing().is_empty())
     }
 
     /// Waits for room; false where it has waited long enough.
     fn waits(&mut self, i: usize, want: Want) -> bool {
-        let Some(r) = self.requests.get_mut(i) else { return false };
+        let Some(r) = self.script.requests.get_mut(i) else { return false };
         r.waits += 1;
         let more = r.waits < WAITS;
         if more {
-            self.put(WAIT, Happens::Request(i, want));
+            self.put(WAIT, wants(i, want));
         }
         more
     }
 
     /// The prompt arrives: blocks are taken out and, when the prefill is done, offered.
     fn arrive(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, tokens, prefill) = (r.producer, r.tokens, r.plan.prefill);
         let blocks = match self.is_up(engine) {
             true => self.engines.get_mut(engine as usize).and_then(|e| e.take(&e.wants(tokens))),
@@ -152,7 +145,7 @@ impl World {
         self.taken(engine, &blocks);
         let life = self.life(engine);
         self.replicate(i);
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         let content = r.content;
         (r.src, r.lives.0, r.waits) = (Some(blocks.clone()), life, 0);
         if r.plan.stream.is_some() {
@@ -161,27 +154,27 @@ impl World {
         r.computed = true;
         self.fill(engine, &blocks, content, 0, tokens);
         self.note(|_| format!("request {i}: e{engine} computes {tokens} tokens in {blocks:?}"));
-        self.put(prefill, Happens::Request(i, Want::Offer));
+        self.put(prefill, wants(i, Want::Offer));
     }
 
     /// Another engine computes the same, for whoever can't have it from the first.
     fn replicate(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (plan, number, content) = (r.plan.clone(), r.number, r.content);
         let Some(other) = plan.replica.filter(|_| !r.silent && r.replica.is_none()) else { return };
         let plan = RequestPlan { producer: other, replica: None, wrong: Vec::new(), again: false, ..plan };
         let replica = self.make(number, plan, 0);
-        if let Some(r) = self.requests.get_mut(replica) {
+        if let Some(r) = self.script.requests.get_mut(replica) {
             (r.content, r.prompt, r.silent) = (content, content, true);
         }
-        if let Some(r) = self.requests.get_mut(i) {
+        if let Some(r) = self.script.requests.get_mut(i) {
             r.replica = Some(replica);
         }
-        self.put(us(1), Happens::Request(replica, Want::Arrive));
+        self.put(us(1), wants(replica, Want::Arrive));
     }
 
     fn offer(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, tokens, prompt, ttl) = (r.producer, r.tokens, r.prompt, r.ttl);
         let Some(blocks) = r.src.clone() else { return };
         if r.lives.0 != self.life(engine) {
@@ -200,7 +193,7 @@ impl World {
             }
             Some(Err(_)) => {
                 self.back_to(engine, &blocks, "the offer's refusal");
-                if let Some(r) = self.requests.get_mut(i) {
+                if let Some(r) = self.script.requests.get_mut(i) {
                     r.src = None;
                 }
                 self.over(i, "not offered");
@@ -212,49 +205,49 @@ impl World {
 
     pub(crate) fn offered(&mut self, i: usize, fence: Fence) {
         let (now, mask) = (self.now, self.config.mask.clone());
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         let (engine, plan) = (r.producer, r.plan.clone());
         (r.fence, r.offered) = (Some(fence.clone()), now);
         if let Some(e) = self.engines.get_mut(engine as usize) {
             e.leases.insert(fence.lease, i);
         }
         self.note(|_| format!("request {i}: e{engine} offers {fence}"));
-        if self.requests.get(i).is_some_and(|r| r.silent) {
+        if self.script.requests.get(i).is_some_and(|r| r.silent) {
             return self.over(i, "(a replica)");
         }
         let route = self.rng.time(us(200), ms(20));
         let wrong = |kind| plan.goes_wrong(kind, &mask);
         if let Some(after) = wrong(FaultKind::Withdraw) {
-            self.put(after, Happens::Request(i, Want::Withdraw));
+            self.put(after, wants(i, Want::Withdraw));
         }
         if wrong(FaultKind::Silence).is_some() {
             self.stats.fault(FaultKind::Silence);
             return self.over(i, "never asked for");
         }
         if let Some(after) = wrong(FaultKind::Decline) {
-            return self.put(after, Happens::Request(i, Want::Decline));
+            return self.put(after, wants(i, Want::Decline));
         }
         if let Some(after) = wrong(FaultKind::Twice) {
             self.stats.fault(FaultKind::Twice);
-            let number = self.requests.get(i).map_or(0, |r| r.number);
+            let number = self.script.requests.get(i).map_or(0, |r| r.number);
             let twin = self.make(number, RequestPlan { wrong: Vec::new(), replica: None, ..plan.clone() }, 0);
             let engines = u32::try_from(self.engines.len()).unwrap_or(1);
-            let prompt = self.requests.get(i).map_or(0, |r| r.prompt);
-            if let Some(t) = self.requests.get_mut(twin) {
+            let prompt = self.script.requests.get(i).map_or(0, |r| r.prompt);
+            if let Some(t) = self.script.requests.get_mut(twin) {
                 let next = (t.consumer + 1) % engines.max(1);
                 t.consumer = if next == t.producer { t.consumer } else { next };
                 (t.of, t.content, t.prompt) = (Some(i), prompt, prompt);
                 (t.fence, t.offered) = (Some(fence), now);
             }
-            self.put(after, Happens::Request(twin, Want::Ask));
+            self.put(after, wants(twin, Want::Ask));
         }
-        self.put(route, Happens::Request(i, Want::Ask));
+        self.put(route, wants(i, Want::Ask));
     }
 
     /// The consumer takes blocks out and begins to read.
     fn ask(&mut self, i: usize) {
         let mask = self.config.mask.clone();
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, tokens, cached, prompt) = (r.consumer, r.tokens, r.cached, r.prompt);
         let content = r.content;
         let Some(mut fence) = r.fence.clone() else { return };
@@ -265,7 +258,7 @@ impl World {
         let open = self.engines.get(r.producer as usize).is_some_and(|e| e.leases.contains_key(&fence.lease));
         if r.plan.push.is_none() && r.plan.stream.is_some() && !r.computed && open && r.of.is_none() && r.number % 8 > 0
         {
-            return self.put(ms(4), Happens::Request(i, Want::Ask));
+            return self.put(ms(4), wants(i, Want::Ask));
         }
         let blocks = match self.is_up(engine) {
             true => self.engines.get_mut(engine as usize).and_then(|e| e.take(&e.wants(tokens))),
@@ -273,7 +266,7 @@ impl World {
         };
         let Some(blocks) = blocks else {
             if !self.waits(i, Want::Ask) {
-                let r = self.requests.get(i);
+                let r = self.script.requests.get(i);
                 let address = r.map_or_else(String::new, |r| format!("e{}", r.producer));
                 if r.is_some_and(|r| r.of.is_none()) {
                     self.with_owner(engine, |owner, now| owner.decline(&address, fence, now));
@@ -289,7 +282,7 @@ impl World {
         let groups = self.dst_groups(engine, &blocks, cached);
         let life = self.life(engine);
         let now = self.now;
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         let plan = r.plan.clone();
         if plan.goes_wrong(FaultKind::StaleFence, &mask).is_some() {
             fence.lease = kvferry_proto::names::LeaseId::new(fence.lease.get() ^ 1);
@@ -297,9 +290,9 @@ impl World {
         let short = plan.goes_wrong(FaultKind::ShortDeadline, &mask);
         let deadline = short.unwrap_or(plan.deadline);
         (r.dst, r.lives.1, r.asked, r.deadline) = (Some(blocks), life, now, deadline);
-        let replica = r.replica.and_then(|at| self.requests.get(at));
+        let replica = r.replica.and_then(|at| self.script.requests.get(at));
         let replica = replica.and_then(|r| Some((format!("e{}", r.producer), r.fence.clone()?)));
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let wish = PullWish {
             address: format!("e{}", r.producer),
             fence,
@@ -321,7 +314,7 @@ impl World {
         let mut pull = None;
         self.with_owner(engine, |owner, now| pull = Some(owner.pull(wish, now)));
         let Some(pull) = pull else { return };
-        if let Some(r) = self.requests.get_mut(i) {
+        if let Some(r) = self.script.requests.get_mut(i) {
             r.pull = Some(pull);
         }
         if let Some(e) = self.engines.get_mut(engine as usize) {
@@ -334,10 +327,10 @@ impl World {
             }
         }
         if let Some(after) = plan.goes_wrong(FaultKind::Cancel, &mask) {
-            self.put(after, Happens::Request(i, Want::Cancel));
+            self.put(after, wants(i, Want::Cancel));
         }
         let last = self.last_moment(i);
-        self.queue.put(last + us(1), Happens::Request(i, Want::Overdue));
+        self.queue.put(last + us(1), wants(i, Want::Overdue));
         self.pump_owner(engine);
         if cached < tokens && plan.goes_wrong(FaultKind::Overlap, &mask).is_some() {
             self.overlap(i, pull, doomed);
@@ -346,7 +339,7 @@ impl World {
 
     /// The engine asks for, and offers, blocks that a request writes: it must be told so.
     fn overlap(&mut self, i: usize, pull: PullId, wish: PullWish) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, tokens, prompt) = (r.consumer, r.tokens, r.prompt);
         let open = self.engines.get(engine as usize).is_some_and(|e| e.pulls.contains_key(&pull));
         let Some(blocks) = r.dst.clone().filter(|_| open) else { return };
@@ -369,7 +362,7 @@ impl World {
 
     /// When a request must have ended by the world's time, if its owner is never asleep.
     pub(crate) fn last_moment(&self, i: usize) -> Duration {
-        let Some(r) = self.requests.get(i) else { return Duration::MAX };
+        let Some(r) = self.script.requests.get(i) else { return Duration::MAX };
         let slept = self.engines.get(r.consumer as usize).map_or(Duration::ZERO, |e| e.process.slept);
         // Writers have their own owner's grace as well. Clocks go a thousandth slow at most.
         let graces = if r.plan.push.is_some() { 2 } else { 1 };
@@ -378,7 +371,7 @@ impl World {
     }
 
     fn cancel(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, life) = (r.consumer, r.lives.1);
         let Some(pull) = r.pull.filter(|_| life == self.life(engine) && r.ended.is_none()) else { return };
         self.stats.fault(FaultKind::Cancel);
@@ -388,7 +381,7 @@ impl World {
     }
 
     fn withdraw(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, life) = (r.producer, r.lives.0);
         let Some(lease) = r.fence.as_ref().map(|f| f.lease).filter(|_| life == self.life(engine)) else { return };
         if self.engines.get(engine as usize).is_none_or(|e| !e.leases.contains_key(&lease)) {
@@ -401,7 +394,7 @@ impl World {
     }
 
     fn decline(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, address) = (r.consumer, format!("e{}", r.producer));
         let Some(fence) = r.fence.clone() else { return };
         self.stats.fault(FaultKind::Decline);
@@ -412,12 +405,12 @@ impl World {
 
     /// The consumer has decoded: its blocks are free, or go back to where the prompt was computed.
     fn decoded(&mut self, i: usize) {
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         let (engine, life, back, producer) = (r.consumer, r.lives.1, r.plan.back, r.producer);
         if life != self.engines.get(engine as usize).map_or(u32::MAX, |e| e.process.life) {
             return;
         }
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         let (content, tokens, number, cached) = (r.content, r.tokens, r.number, r.cached);
         let Some(blocks) = r.dst.take() else { return };
         let Some(more) = back.filter(|_| !r.back && r.of.is_none()) else {
@@ -430,7 +423,7 @@ impl World {
         // What it had of the sequence before is of the same prefill now.
         self.fill_cached(engine, &blocks, content, 0, cached);
         self.fill(engine, &blocks, content, tokens, all);
-        let Some(plan) = self.requests.get(i).map(|r| r.plan.clone()) else { return };
+        let Some(plan) = self.script.requests.get(i).map(|r| r.plan.clone()) else { return };
         let plan = RequestPlan {
             producer: engine,
             consumer: producer,
@@ -441,11 +434,11 @@ impl World {
             ..plan
         };
         let next = self.make(number, plan, 0);
-        if let Some(r) = self.requests.get_mut(next) {
+        if let Some(r) = self.script.requests.get_mut(next) {
             (r.content, r.src, r.lives.0, r.back, r.computed) = (content, Some(blocks), life, true, true);
         }
         self.note(|_| format!("request {next} gives back what request {i} has read"));
-        self.put(us(1), Happens::Request(next, Want::Offer));
+        self.put(us(1), wants(next, Want::Offer));
     }
 
     /// Fills tokens of a sequence, and its states where all tokens to the last are computed.
@@ -493,49 +486,8 @@ impl World {
             }
         }
     }
-
-    /// What is offered of a sequence of `tokens`: blocks for its first `listed` tokens, and states if they are computed.
-    pub(crate) fn src_groups(
-        &self,
-        engine: u32,
-        blocks: &Blocks,
-        tokens: u64,
-        listed: u64,
-        states: bool,
-    ) -> Vec<SrcGroup> {
-        let each = self.engines.get(engine as usize).map(|e| e.block_tokens()).unwrap_or_default();
-        let held = TokenRange::new(Tokens::ZERO, Tokens::new(tokens));
-        let of = |(list, each): (&Vec<u32>, &u64)| -> SrcGroup {
-            if *each == 0 {
-                let slot = ids(list).first().copied().filter(|_| states);
-                let checkpoint = |slot| Checkpoint { position: Tokens::new(tokens), slot };
-                return SrcState { checkpoints: slot.map(checkpoint).into_iter().collect() }.into();
-            }
-            let count = usize::try_from(listed.div_ceil(*each)).unwrap_or(usize::MAX).min(list.len());
-            SrcPaged { table: BlockTable::new(0, &ids(&list[..count])), held, tail: Tail::Exact }.into()
-        };
-        blocks.iter().zip(&each).map(of).collect()
-    }
-
-    fn dst_groups(&self, engine: u32, blocks: &Blocks, cached: u64) -> Vec<DstGroup> {
-        let each = self.engines.get(engine as usize).map(|e| e.block_tokens()).unwrap_or_default();
-        let of = |(list, each): (&Vec<u32>, &u64)| -> DstGroup {
-            match each {
-                0 => DstState { slot: ids(list).first().copied(), more: Vec::new() }.into(),
-                _ => DstPaged { table: BlockTable::new(0, &ids(list)), cached: Tokens::new(cached) }.into(),
-            }
-        };
-        blocks.iter().zip(&each).map(of).collect()
-    }
 }
 
 fn limits([link, bind, transfer, release]: [Option<Duration>; 4]) -> PhaseLimits {
     PhaseLimits { link, bind, transfer, release, ..PhaseLimits::default() }
-}
-
-/// The key of a content: what it was computed from.
-pub(crate) fn key(content: u64) -> ContentKey {
-    let mut bytes = [0x6b; 32];
-    bytes[..8].copy_from_slice(&content.to_le_bytes());
-    ContentKey::from_bytes(bytes)
 }

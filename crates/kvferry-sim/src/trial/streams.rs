@@ -5,8 +5,7 @@ use kvferry_proto::lease::Offer;
 use kvferry_session::Ttl;
 use kvferry_session::owner::{OfferError, StreamError};
 
-use super::requests::key;
-use super::{Happens, Want, World};
+use super::{Want, World, key, wants};
 use crate::engine::Blocks;
 use crate::memory::Value;
 use crate::plan::StreamPlan;
@@ -16,7 +15,7 @@ use crate::violation::Violation;
 impl World {
     /// Blocks are offered of which nothing is computed yet.
     pub(crate) fn announce(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, tokens, prompt, ttl, plan) = (r.producer, r.tokens, r.prompt, r.ttl, r.plan.stream);
         let (Some(blocks), Some(plan)) = (r.src.clone(), plan) else { return };
         let listed = if plan.late { chunk(plan, tokens, 0).1 } else { tokens };
@@ -37,7 +36,7 @@ impl World {
             }
             _ => {
                 self.back_to(engine, &blocks, "the offer's refusal");
-                if let Some(r) = self.requests.get_mut(i) {
+                if let Some(r) = self.script.requests.get_mut(i) {
                     r.src = None;
                 }
                 self.over(i, "not offered");
@@ -48,12 +47,12 @@ impl World {
 
     fn next_step(&mut self, i: usize, plan: StreamPlan, step: u32) {
         let after = self.rng.time(us(10), plan.step);
-        self.put(after, Happens::Request(i, Want::Step(step)));
+        self.put(after, wants(i, Want::Step(step)));
     }
 
     /// One layer of a chunk, or a chunk, or the end.
     pub(crate) fn prefill_step(&mut self, i: usize, step: u32) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, life, tokens) = (r.producer, r.lives.0, r.tokens);
         let (Some(plan), Some(fence)) = (r.plan.stream, r.fence.clone()) else { return };
         // Nobody computes what nobody will read.
@@ -102,7 +101,7 @@ impl World {
 
     /// The prefill begins anew, and its bytes become others.
     fn restart(&mut self, i: usize, plan: StreamPlan, blocks: &Blocks) -> Next {
-        let Some(r) = self.requests.get(i) else { return Ok(None) };
+        let Some(r) = self.script.requests.get(i) else { return Ok(None) };
         let (engine, tokens, prompt) = (r.producer, r.tokens, r.prompt);
         let Some(lease) = r.fence.as_ref().map(|f| f.lease) else { return Ok(None) };
         let (blocks, left) = self.other_blocks(engine, blocks);
@@ -111,7 +110,7 @@ impl World {
         let groups = self.src_groups(engine, blocks, tokens, listed, false);
         let mut result = Err(StreamError::Unknown { lease });
         self.with_owner(engine, |owner, now| result = owner.restart(lease, groups, now));
-        let Some(r) = self.requests.get_mut(i) else { return Ok(None) };
+        let Some(r) = self.script.requests.get_mut(i) else { return Ok(None) };
         // What is listed no more is lent until the lease ends; where it is over already, nothing of this is.
         let run = match result {
             Ok(run) => run,
@@ -153,7 +152,7 @@ impl World {
 
     /// Tokens of some items are computed.
     fn compute(&mut self, i: usize, plan: StreamPlan, blocks: &Blocks, (at, items): (u32, Vec<ItemId>)) -> Next {
-        let Some(r) = self.requests.get(i) else { return Ok(None) };
+        let Some(r) = self.script.requests.get(i) else { return Ok(None) };
         let (engine, tokens, content, run) = (r.producer, r.tokens, r.content, r.run);
         let Some(lease) = r.fence.as_ref().map(|f| f.lease) else { return Ok(None) };
         let (from, to) = chunk(plan, tokens, at);
@@ -175,7 +174,7 @@ impl World {
 
     /// All is computed, the states too.
     fn seal(&mut self, i: usize, blocks: &Blocks) -> Next {
-        let Some(r) = self.requests.get(i) else { return Ok(None) };
+        let Some(r) = self.script.requests.get(i) else { return Ok(None) };
         let (engine, tokens, content, run) = (r.producer, r.tokens, r.content, r.run);
         let Some(lease) = r.fence.as_ref().map(|f| f.lease) else { return Ok(None) };
         self.each_block(engine, blocks, true, |_, each, _, _| match each {
@@ -187,7 +186,7 @@ impl World {
         self.with_owner(engine, |owner, now| result = owner.seal(lease, run, groups, now));
         result?;
         self.note(|_| format!("request {i}: all of it is computed"));
-        if let Some(r) = self.requests.get_mut(i) {
+        if let Some(r) = self.script.requests.get_mut(i) {
             r.computed = true;
         }
         Ok(None)

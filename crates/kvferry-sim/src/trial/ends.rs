@@ -1,14 +1,16 @@
 //! How requests and leases end, what is looked at then, and what becomes of their blocks.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvferry_proto::names::LeaseId;
 use kvferry_proto::rank::PullId;
 use kvferry_session::{Delivered, Failed};
 
-use super::{Happens, Want, World};
+use super::{Happens, Want, World, wants};
 use crate::engine::Blocks;
 use crate::memory::Value;
+use crate::places::Place;
 use crate::rng::ms;
 use crate::violation::Violation;
 
@@ -28,7 +30,7 @@ impl World {
         self.count(17, u64::from(engine), pull.0);
         let now = self.now;
         let last = self.last_moment(i);
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         r.ended = Some(now);
         let decode = r.plan.decode;
         if now > last {
@@ -40,7 +42,7 @@ impl World {
                 self.note(|_| format!("request {i}: delivered to e{engine}"));
                 self.check_delivered(i);
                 self.over(i, "delivered");
-                self.put(decode, Happens::Request(i, Want::Decoded));
+                self.put(decode, wants(i, Want::Decoded));
             }
             Err(failed) => {
                 let how = name(&Err(failed.clone()));
@@ -55,7 +57,7 @@ impl World {
                     self.check_in_place(i, pull, hole.get(), "where it failed");
                 }
                 self.over(i, &how);
-                let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.dst.take()) else { return };
+                let Some(blocks) = self.script.requests.get_mut(i).and_then(|r| r.dst.take()) else { return };
                 if failed.report.in_doubt.is_empty() && failed.report.writers_in_doubt.is_empty() {
                     self.absorb(i, &blocks);
                     self.back_to(engine, &blocks, "the end of its request");
@@ -95,23 +97,30 @@ impl World {
             let late = self.now - last;
             self.violates(Violation::LeaseOverdue { engine, lease: lease.to_string(), late });
         }
-        let by = if how == "Read" { "the end of its lease" } else { UNREAD };
-        if let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.src.take()) {
+        let by = if how == "Read" { "the end of its lease" } else { "the end of its lease, which was not read" };
+        if how != "Read" {
+            self.nobody_wants(engine, i);
+        }
+        if let Some(blocks) = self.script.requests.get_mut(i).and_then(|r| r.src.take()) {
             self.back_to(engine, &blocks, by);
         }
-        for blocks in self.requests.get_mut(i).map(|r| std::mem::take(&mut r.extra)).unwrap_or_default() {
+        for blocks in self.script.requests.get_mut(i).map(|r| std::mem::take(&mut r.extra)).unwrap_or_default() {
             self.back_to(engine, &blocks, by);
         }
     }
 
     /// The last moment of a lease, by the world's time: its own end, moved on by whoever reads it.
     fn lease_end(&self, i: usize) -> Duration {
-        let Some(r) = self.requests.get(i) else { return Duration::MAX };
+        let Some(r) = self.script.requests.get(i) else { return Duration::MAX };
         let terms = self.config.lease;
         let ttl = r.ttl.or(terms.ttl).unwrap_or_default();
         // Those who share the lease count as well.
-        let of_lease =
-            self.requests.iter().enumerate().filter(|(at, x)| *at == i || x.of == Some(i) || x.replica == Some(i));
+        let of_lease = self
+            .script
+            .requests
+            .iter()
+            .enumerate()
+            .filter(|(at, x)| *at == i || x.of == Some(i) || x.replica == Some(i));
         let read = of_lease.filter(|(_, x)| x.pull.is_some()).map(|(_, x)| x.ended.unwrap_or(self.now)).max();
         let slept: Duration = self.engines.iter().map(|e| e.process.slept).sum();
         let extended = read.map_or(Duration::ZERO, |at| at + terms.extension);
@@ -123,9 +132,9 @@ impl World {
 
     /// What a delivered request has left: every byte of it, and no other.
     fn check_delivered(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         // Of a lease that is shared, the content is its own request's.
-        let content = r.of.and_then(|of| self.requests.get(of)).unwrap_or(r).content;
+        let content = r.of.and_then(|of| self.script.requests.get(of)).unwrap_or(r).content;
         let (engine, n, cached) = (r.consumer, r.tokens, r.cached);
         let Some(blocks) = r.dst.clone() else { return };
         if !self.config.bytes {
@@ -154,8 +163,8 @@ impl World {
 
     /// Where a session says that the first tokens of a request are in place, they are: all of one run of its prefill.
     pub(crate) fn check_in_place(&mut self, i: usize, pull: PullId, tokens: u64, how: &'static str) {
-        let Some(r) = self.requests.get(i) else { return };
-        let of = r.of.and_then(|of| self.requests.get(of)).unwrap_or(r);
+        let Some(r) = self.script.requests.get(i) else { return };
+        let of = r.of.and_then(|of| self.script.requests.get(of)).unwrap_or(r);
         let contents: Vec<u64> = of.former.iter().copied().chain([of.content]).collect();
         let (engine, n, cached) = (r.consumer, r.tokens, r.cached);
         let Some(blocks) = r.dst.as_ref().filter(|_| self.config.bytes && tokens > cached) else { return };
@@ -194,7 +203,7 @@ impl World {
         let open: Vec<usize> = e.pulls.values().copied().collect();
         let aside: Vec<Blocks> = e.aside.values().cloned().collect();
         for i in open {
-            if let Some(blocks) = self.requests.get(i).and_then(|r| r.dst.clone()) {
+            if let Some(blocks) = self.script.requests.get(i).and_then(|r| r.dst.clone()) {
                 self.absorb(i, &blocks);
             }
         }
@@ -205,7 +214,7 @@ impl World {
 
     /// What a request may have written is as it is; what was cached is as it was.
     fn absorb(&mut self, i: usize, blocks: &Blocks) {
-        let Some(r) = self.requests.get(i) else { return };
+        let Some(r) = self.script.requests.get(i) else { return };
         let (engine, n, cached) = (r.consumer, r.tokens, r.cached);
         self.each_block(engine, blocks, false, |needs, each, position, entry| {
             let (from, to) = needs(n);
@@ -249,6 +258,10 @@ impl World {
     /// Blocks come back to their engine, and are used for other things at once.
     pub(crate) fn back_to(&mut self, engine: u32, blocks: &Blocks, by: &'static str) {
         self.check_untouched(engine, blocks, by);
+        let places = places(blocks);
+        for r in self.engines.get(engine as usize).map_or(&[][..], |e| &e.ranks) {
+            self.fabric.belong(r.endpoint, &places);
+        }
         let salt = self.rng.word();
         let bytes = self.config.bytes;
         let Some(e) = self.engines.get_mut(engine as usize) else { return };
@@ -267,18 +280,32 @@ impl World {
         self.check_untouched(engine, blocks, "its own hand");
     }
 
+    /// A lease of an engine has ended unread: nothing that its ranks write for it will be delivered, nor what one that was in doubt
+    /// posts later. So that doesn't keep the blocks that it is sent from, as long as those that it is written to are lent to the
+    /// request that it was for. What is sent for leases that are open, or were read, counts.
+    fn nobody_wants(&self, engine: u32, lease: usize) {
+        let Some(e) = self.engines.get(engine as usize) else { return };
+        let of_lease =
+            |(at, r): &(usize, &super::Request)| *at == lease || r.of == Some(lease) || r.replica == Some(lease);
+        for (_, r) in self.script.requests.iter().enumerate().filter(of_lease) {
+            let Some(to) = self.engines.get(r.consumer as usize).filter(|_| r.lives.1 == self.life(r.consumer)) else {
+                continue;
+            };
+            let open = r.dst.as_ref().filter(|_| r.pull.is_some() && r.ended.is_none());
+            let Some(blocks) = open.or_else(|| to.aside.get(&r.pull?)) else { continue };
+            let places = places(blocks);
+            for (from, to) in e.ranks.iter().flat_map(|from| to.ranks.iter().map(move |to| (from, to))) {
+                self.fabric.send_for_nothing(from.endpoint, to.endpoint, &places);
+            }
+        }
+    }
+
     fn check_untouched(&mut self, engine: u32, blocks: &Blocks, by: &'static str) {
         let Some(e) = self.engines.get(engine as usize) else { return };
         // The memory of a rank that the owner has lost is nobody's: its next life has other memory.
         let stands = |r: &crate::engine::Rank<Happens>| r.session.is_some() && r.link.is_some();
         let ends = (0u32..).zip(&e.ranks).filter(|(_, r)| stands(r)).map(|(rank, r)| (rank, r.endpoint));
         let ends: Vec<_> = ends.collect();
-        if by == UNREAD {
-            // What is still sent of a lease that nobody has read goes to blocks that are not given back either.
-            let places = (0u32..).zip(blocks).flat_map(|(group, list)| list.iter().map(move |block| (group, *block)));
-            let places = places.collect();
-            ends.iter().for_each(|(_, endpoint)| self.fabric.send_for_nothing(*endpoint, &places));
-        }
         for (rank, endpoint) in ends {
             for (group, list) in (0u32..).zip(blocks) {
                 for block in list {
@@ -297,7 +324,7 @@ impl World {
 
     /// An engine of a request was killed.
     pub(crate) fn engine_lost(&mut self, i: usize, engine: u32) {
-        let Some(r) = self.requests.get_mut(i) else { return };
+        let Some(r) = self.script.requests.get_mut(i) else { return };
         if r.consumer == engine && r.pull.is_some() && r.ended.is_none() {
             r.dst = None;
             self.over(i, "consumer lost");
@@ -318,16 +345,16 @@ impl World {
         };
         let computed =
             |r: &super::Request| r.producer == engine && r.lives.0 == life && r.src.is_some() && r.fence.is_none();
-        let all = || self.requests.iter().enumerate();
+        let all = || self.script.requests.iter().enumerate();
         let kept: Vec<usize> = all().filter(|(_, r)| kept(r)).map(|(i, _)| i).collect();
         let computed: Vec<usize> = all().filter(|(_, r)| computed(r)).map(|(i, _)| i).collect();
         for i in kept {
-            if let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.dst.take()) {
+            if let Some(blocks) = self.script.requests.get_mut(i).and_then(|r| r.dst.take()) {
                 self.back_to(engine, &blocks, "the loss of a rank");
             }
         }
         for i in computed {
-            if let Some(blocks) = self.requests.get_mut(i).and_then(|r| r.src.take()) {
+            if let Some(blocks) = self.script.requests.get_mut(i).and_then(|r| r.src.take()) {
                 self.back_to(engine, &blocks, "the loss of a rank");
             }
             self.over(i, "producer lost");
@@ -336,7 +363,7 @@ impl World {
 
     /// The moment has come by which a request must have ended.
     pub(crate) fn overdue(&mut self, i: usize) {
-        let Some(r) = self.requests.get(i).filter(|r| r.ended.is_none()) else { return };
+        let Some(r) = self.script.requests.get(i).filter(|r| r.ended.is_none()) else { return };
         let (engine, life, pull) = (r.consumer, r.lives.1, r.pull);
         if life != self.life(engine) {
             return;
@@ -345,7 +372,7 @@ impl World {
         let asleep = self.engines.get(engine as usize).is_some_and(|e| e.process.paused.is_some());
         if asleep || self.now <= last {
             let at = last.max(self.now) + ms(1);
-            return self.queue.put(at, Happens::Request(i, Want::Overdue));
+            return self.queue.put(at, wants(i, Want::Overdue));
         }
         let Some(pull) = pull else { return };
         let now = self.now;
@@ -358,8 +385,9 @@ impl World {
     }
 }
 
-/// The end of a lease that was not read.
-const UNREAD: &str = "the end of its lease, which was not read";
+fn places(blocks: &Blocks) -> BTreeSet<Place> {
+    (0u32..).zip(blocks).flat_map(|(group, list)| list.iter().map(move |block| (group, *block))).collect()
+}
 
 /// How a request ended, in a word.
 fn name(result: &Result<Delivered, Failed>) -> String {
