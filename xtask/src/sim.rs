@@ -1,6 +1,7 @@
 //! `cargo xtask sim SCENARIO`: what a deployment would do, before it is deployed.
 //!
-//! Exits 0 where an answer was made, whatever it says; 1 where the engines can't hand over to each other; 2 where the scenario has faults.
+//! Exits 0 where an answer was made, whatever it says; 1 where the engines can't hand over to each other; 2 where the scenario or its trace
+//! has faults.
 //! `--json` prints `kvferry_topology::answer::Answer`, the page of `--html` shows the same figures and holds the same JSON.
 
 use std::io::Write as _;
@@ -10,7 +11,7 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use kvferry_topology::report;
-use kvferry_topology::run::{Engine, run as simulate};
+use kvferry_topology::run::{Engine, SimError, run as simulate};
 use kvferry_topology::scenario::{Scenario, ScenarioError, ScenarioErrors};
 
 /// Arguments.
@@ -48,20 +49,36 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     scenario.seed = args.seed.unwrap_or(scenario.seed);
     let engine = if args.analytic { Engine::Analytic } else { Engine::Events };
     let began = Instant::now();
-    let answer = simulate(&scenario, engine, args.compare)?;
+    // Whether the page can be written is known before anybody waits for it.
+    let page = args
+        .html
+        .as_ref()
+        .map(|file| std::fs::File::create(file).with_context(|| format!("{} can't be written", file.display())));
+    let page = page.transpose()?;
+    let answer = match simulate(&scenario, engine, args.compare) {
+        Err(SimError::Load(errors)) => {
+            eprintln!("{errors}");
+            return Ok(ExitCode::from(2));
+        }
+        other => other?,
+    };
     let took = began.elapsed();
-    if let Some(file) = &args.html {
-        std::fs::write(file, report::page(&answer)).with_context(|| format!("{} can't be written", file.display()))?;
+    if let Some(mut page) = page {
+        page.write_all(report::page(&answer).as_bytes())?;
     }
-    let text = if args.json { format!("{}\n", serde_json::to_string_pretty(&answer)?) } else { report::text(&answer) };
-    std::io::stdout().write_all(text.as_bytes())?;
+    let mut text =
+        if args.json { format!("{}\n", serde_json::to_string_pretty(&answer)?) } else { report::text(&answer) };
     if !args.json {
-        println!("simulated in {:.1} s of this machine", took.as_secs_f64());
+        text.push_str(&format!("simulated in {:.1} s of this machine\n", took.as_secs_f64()));
         if let Some(file) = &args.html {
-            println!("{} holds the report", file.display());
+            text.push_str(&format!("{} holds the report\n", file.display()));
         }
     }
-    Ok(ExitCode::SUCCESS)
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // Whoever reads it has read enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(ExitCode::SUCCESS),
+        other => Ok(other.map(|()| ExitCode::SUCCESS)?),
+    }
 }
 
 /// 1 where all that is wrong is that the engines don't match.

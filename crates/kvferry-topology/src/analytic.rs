@@ -251,7 +251,7 @@ fn weigh(s: &Scenario, parts: &[Part], (p, d): (u32, u32), used: &mut [f64]) -> 
             }
             let first = if kind == OpKind::Read { route.latency } else { route.push_latency() * 2 };
             latency = latency.max(first.as_secs_f64());
-            // What one rank posts it posts one after the other, slices of 64 MiB at a time in flight.
+            // What one rank posts it posts one after the other, slice by slice.
             let poster = if kind == OpKind::Read { part.dst } else { part.src };
             *posts.entry(poster).or_default() += cost(&route, part.bytes.div_ceil(slice));
             slowest = slowest.max(bytes / route.cap);

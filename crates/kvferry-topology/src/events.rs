@@ -209,7 +209,10 @@ struct Consumer {
     free: Free,
     prefix: PrefixCache,
     waiting: VecDeque<u32>,
+    /// Requests that have blocks.
     running: u64,
+    /// Sequences that are decoded, and their tokens, half of what they make counted.
+    decoding: (u64, u64),
     tokens: u64,
     up: bool,
 }
@@ -255,6 +258,7 @@ impl Deployment {
             prefix: PrefixCache::new(d.prefix_tokens),
             waiting: VecDeque::new(),
             running: 0,
+            decoding: (0, 0),
             tokens: 0,
             up: true,
         };

@@ -24,6 +24,10 @@ impl List {
 /// The worst first.
 pub(crate) fn warnings(s: &Scenario, a: &Answer) -> Vec<Warning> {
     let mut out = List(Vec::new());
+    if a.engine == "analytic" && !s.failures.is_empty() {
+        let text = format!("the closed form does not look at the scenario's {} failures", s.failures.len());
+        out.add("not-simulated", text, "simulate by events (without --analytic)");
+    }
     lost(a, &mut out);
     saturated(s, a, &mut out);
     links(s, a, &mut out);
@@ -98,7 +102,7 @@ fn links(s: &Scenario, a: &Answer, out: &mut List) {
     }
     let busiest = |bytes: bool| a.links.iter().find(|l| carries_bytes(&l.kind) == bytes);
     let carried = busiest(true).map_or(0.0, |l| l.mean);
-    if let Some(work) = busiest(false).filter(|l| l.mean > 1.5 * carried) {
+    if let Some(work) = busiest(false).filter(|l| l.mean > (1.5 * carried).max(0.01)) {
         out.add(
             "descriptors",
             format!(
@@ -111,13 +115,13 @@ fn links(s: &Scenario, a: &Answer, out: &mut List) {
             "fewer, larger descriptors: equal block sizes and layouts on both sides, or staging",
         );
     }
-    let all: u64 = a.links.iter().filter(|l| l.kind == "nic" && l.name.ends_with("/out")).map(|l| l.bytes).sum();
     let up: u64 = a.links.iter().filter(|l| l.kind == "uplink" && l.name.ends_with("/up")).map(|l| l.bytes).sum();
+    let all = a.requests.wire_bytes;
     if all > 0 && up as f64 > 0.3 * all as f64 {
         out.add(
             "cross-rail",
             format!("{} of the bytes leave their rail and cross the spine", percent(up as f64 / all as f64)),
-            "place D's ranks so that each reads from the same card's rail, as with equal TP on both sides",
+            "where TP is equal on both sides, place D's ranks so that each reads from its own card's rail; else the spine must carry it",
         );
     }
 }

@@ -179,7 +179,9 @@ pub(super) fn ended(world: &mut World<Deployment>, engine: u32, pull: PullId, re
             if let Prefix::Blocks { ids, tokens } = &wanted.prefix {
                 consumer.prefix.insert(ids, *tokens);
             }
-            let step = scenario.decode_time.step(consumer.running, wanted.prompt + wanted.output / 2);
+            consumer.decoding.0 += 1;
+            consumer.decoding.1 += wanted.prompt + wanted.output / 2;
+            let step = scenario.decode_time.step(consumer.decoding.0, consumer.decoding.1);
             if let Some(r) = script.request(i) {
                 r.life.first_token = Some(at + step.as_secs_f64());
             }
@@ -218,6 +220,11 @@ pub(super) fn decoded(world: &mut World<Deployment>, i: u32) {
     let Some(r) = world.script.request(i).filter(|r| !r.over) else { return };
     r.life.decoded = Some(at);
     let d = r.d;
+    let tokens = world.script.load.requests.get(i as usize).map_or(0, |r| r.prompt + r.output / 2);
+    if let Some(consumer) = world.script.consumers.get_mut(d as usize) {
+        consumer.decoding.0 = consumer.decoding.0.saturating_sub(1);
+        consumer.decoding.1 = consumer.decoding.1.saturating_sub(tokens);
+    }
     over(world, i, None);
     leave(world, i, d);
 }
@@ -230,7 +237,7 @@ pub(super) fn lost(world: &mut World<Deployment>, d: u32) {
     let prefix = crate::load::PrefixCache::new(script.scenario.decode.prefix_tokens);
     let Some(consumer) = script.consumers.get_mut(d as usize) else { return };
     (consumer.free, consumer.prefix, consumer.up) = (fresh, prefix, false);
-    (consumer.running, consumer.tokens) = (0, 0);
+    (consumer.running, consumer.decoding, consumer.tokens) = (0, (0, 0), 0);
     // What it had not taken up goes to others.
     let again: Vec<u32> = consumer.waiting.drain(..).collect();
     script.pulls.retain(|(e, _), _| *e != engine);
