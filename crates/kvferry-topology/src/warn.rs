@@ -88,10 +88,12 @@ fn links(s: &Scenario, a: &Answer, out: &mut List) {
             "uplink" => {
                 "keep P and D on the same rails (same TP, or ranks placed so that each reads its own rail), or less oversubscription"
             }
-            "nic" | "ethernet" if s.transfer.rails == 1 => {
+            "nic" | "ethernet" if s.transfer.rails == 1 && s.cluster.nodes().iter().any(|n| n.nics > 1) => {
                 "spread a rank's bytes over more cards (rails = 2), or put fewer ranks on one card"
             }
-            "nic" | "ethernet" => "more cards, or engines on more machines",
+            "nic" | "ethernet" => {
+                "faster or more cards, engines on more machines, or fewer bytes (an FP8 cache, prefix hits at D)"
+            }
             _ => "put P's and D's engines farther apart, or on more GPUs",
         };
         out.add(

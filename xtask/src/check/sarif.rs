@@ -18,7 +18,7 @@ const SCHEMA: &str = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os
 /// The whole log.
 pub(super) fn log(outcome: &Outcome) -> Value {
     let rules: Vec<&Rule> = std::iter::once(&DESCRIPTION).chain(RULES).collect();
-    let faults = outcome.faults.iter().map(|f| fault(f));
+    let faults = outcome.faults.iter().map(fault);
     let differences = outcome.alike().into_iter().map(|a| difference(outcome, &a, &rules));
     let results: Vec<Value> = faults.chain(differences).collect();
     json!({
