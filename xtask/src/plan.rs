@@ -40,9 +40,9 @@ use kvferry_geometry::zero::ZeroPlan;
 use kvferry_models::{DEFAULT_BLOCKS, EngineDescription};
 use serde_json::{Value, json};
 
-use kvferry_topology::blocks::{self, Ask, Free, Room};
 use crate::check::{self, Outcome};
 use crate::show;
+use kvferry_topology::blocks::{self, Ask, Free, Room};
 
 mod classes;
 mod ways;

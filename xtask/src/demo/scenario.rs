@@ -15,9 +15,9 @@ use kvferry_transport::conformance::sample::Rng;
 
 use super::args::{self, Args, Layout};
 use crate::backends::Wires;
-use kvferry_topology::blocks::{self, Ask, Free, GroupBlocks, Room};
 use crate::engine::Named;
 use crate::show;
+use kvferry_topology::blocks::{self, Ask, Free, GroupBlocks, Room};
 
 /// A side of the demo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
