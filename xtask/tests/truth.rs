@@ -132,9 +132,9 @@ impl Case {
         let lines: String = (0..REQUESTS).map(line).collect();
         std::fs::write(dir.join("requests.csv"), format!("at_s,prompt,output,decode_hit\n{lines}")).unwrap();
         let side = |shape: &str, block: u32, layout: &str| {
-            format!(
-                "model = \"{model}\"\nengine = \"{shape}\"\nlayers = {layers}\nblock_size = {block}\nlayout = \"{layout}\"\nkv_gib = 0.25"
-            )
+            let sizes: Vec<String> = shape.split(',').map(|size| size.replace("=shard", "=\"shard\"")).collect();
+            let engine = format!("{{ model = \"{model}\", blocks = 200, parallel = {{ {} }} }}", sizes.join(", "));
+            format!("engine = {engine}\nlayers = {layers}\nblock_size = {block}\nlayout = \"{layout}\"")
         };
         let text = format!(
             r#"

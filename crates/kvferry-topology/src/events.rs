@@ -244,7 +244,7 @@ impl Deployment {
     fn new(scenario: &Scenario, load: &Load) -> Self {
         let (p, d) = (&scenario.prefill, &scenario.decode);
         let figures = crate::scenario::figures(d, &scenario.cluster);
-        let producer = Producer {
+        let producer = |_| Producer {
             free: Free::new(&p.manifest, |_, _| {}),
             prefix: PrefixCache::new(p.prefix_tokens),
             queue: VecDeque::new(),
@@ -276,14 +276,7 @@ impl Deployment {
             last: Duration::ZERO,
             open: load.requests.len(),
             requests: load.requests.iter().map(request).collect(),
-            producers: (0..p.engines)
-                .map(|_| Producer {
-                    free: producer.free.clone(),
-                    prefix: PrefixCache::new(p.prefix_tokens),
-                    queue: VecDeque::new(),
-                    ..producer
-                })
-                .collect(),
+            producers: (0..p.engines).map(producer).collect(),
             consumers: (0..d.engines).map(consumer).collect(),
             turn: (0, 0),
             pulls: BTreeMap::new(),

@@ -66,18 +66,15 @@ const PUBLISHED: [Published; 23] = [
 
 /// Both engines with one more key of their descriptions, one rank each.
 fn scenario(model: &str, key: &str, mode: &str) -> Scenario {
-    let engine = format!("{{ model = \"{model}\", parallel = {{ tp = 1 }}{key} }}");
-    // Room for all slots of the largest states, whatever GPU that would be.
+    let engine = format!("{{ model = \"{model}\", parallel = {{ tp = 1 }}, blocks = 400{key} }}");
     let text = format!(
         r#"
         cluster = {{ preset = "hgx-h100", nodes = 2 }}
         [prefill]
         engine = {engine}
-        kv_gib = 1000
         time = {{ tokens_per_s = 100000 }}
         [decode]
         engine = {engine}
-        kv_gib = 1000
         time = {{ ms_per_token = 1 }}
         [load]
         requests = 1

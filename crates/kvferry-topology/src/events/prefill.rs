@@ -150,7 +150,7 @@ fn begin(world: &mut World<Deployment>, i: u32, p: u32) {
         r.life.prefill = Some((now, end));
     }
     let streams = world.script.scenario.transfer.stream != Stream::None;
-    if streams && !announce(world, i, p) {
+    if streams && !offer(world, i, p, true) {
         return;
     }
     for (step, (after, _)) in (1u32..).zip(&ends) {
@@ -176,11 +176,7 @@ fn groups(script: &Deployment, i: u32, states: bool) -> Vec<SrcGroup> {
     groups
 }
 
-/// Offers what will be computed. False where that can't be.
-fn announce(world: &mut World<Deployment>, i: u32, p: u32) -> bool {
-    offer(world, i, p, true)
-}
-
+/// Offers what is computed or, where it `streams`, will be. False where that can't be.
 fn offer(world: &mut World<Deployment>, i: u32, p: u32, streams: bool) -> bool {
     let groups = groups(&world.script, i, !streams);
     let offer = Offer { groups, content_key: key(i.into()) };

@@ -1,37 +1,49 @@
 //! How many blocks fit into the memory that a GPU has for them.
 
-use kvferry_geometry::manifest::Manifest;
-use kvferry_models::{DescribeError, EngineDescription, MAX_BLOCKS};
+use kvferry_geometry::manifest::{Manifest, RankManifest};
+use kvferry_models::{DEFAULT_SLOTS, DescribeError, EngineDescription, MAX_BLOCKS};
 
-/// Gives an engine as many blocks as fit into so many bytes of each of its GPUs, slots of states first. None fit: it gets one.
+/// Gives an engine as many blocks as fit into so many bytes of each of its GPUs. Where it says nothing of its slots of states, they
+/// get half of the memory at most. None fit: it gets one.
 ///
 /// # Errors
 /// If the description makes no manifest.
 pub fn fit_pool(d: &mut EngineDescription, bytes: u64) -> Result<(), DescribeError> {
-    let mut most = |blocks: u32| -> Result<u64, DescribeError> {
+    // Two sketches tell what a block takes and what is there anyway, on each rank: some have only states.
+    let sketch = |d: &mut EngineDescription, blocks: u32| -> Result<Vec<u64>, DescribeError> {
         d.blocks = Some(blocks);
-        Ok(fullest(&d.manifest()?))
+        Ok(lens(&d.manifest()?))
     };
-    // Two sketches tell what a block takes and what is there anyway; padding may make the first few dearer.
-    let (few, more) = (most(64)?, most(128)?);
-    let each = (more - few.min(more)) / 64;
-    let rest = bytes.saturating_sub(few);
-    let blocks = match (bytes >= few, each) {
-        (true, 1..) => 64 + rest / each,
-        // Less than the sketch.
-        (false, 1..) => (64u64).saturating_sub((few - bytes).div_ceil(each)),
-        (_, 0) => u64::from(MAX_BLOCKS),
+    let ranks = |d: &mut EngineDescription| -> Result<Vec<(u64, u64)>, DescribeError> {
+        let (few, more) = (sketch(d, FEW)?, sketch(d, 2 * FEW)?);
+        let rank = |(few, more): (&u64, &u64)| {
+            let each = more.saturating_sub(*few) / u64::from(FEW);
+            (few.saturating_sub(each * u64::from(FEW)), each)
+        };
+        Ok(few.iter().zip(&more).map(rank).collect())
     };
-    d.blocks = Some(u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, MAX_BLOCKS));
+    let mut of = ranks(d)?;
+    let states = of.iter().map(|(fixed, _)| *fixed).max().unwrap_or(0);
+    if d.slots.count.is_none() && states > bytes / 2 {
+        let usual = u64::from(DEFAULT_SLOTS) * u64::from(d.slots.per_request);
+        let slots = u128::from(usual) * u128::from(bytes / 2) / u128::from(states);
+        let slots = u32::try_from(slots).unwrap_or(u32::MAX).max(d.slots.per_request).max(1);
+        d.slots.count = Some(slots);
+        of = ranks(d)?;
+    }
+    let fit = of.iter().filter(|(_, each)| *each > 0).map(|(fixed, each)| bytes.saturating_sub(*fixed) / each).min();
+    let blocks = fit.map_or(MAX_BLOCKS, |n| u32::try_from(n).unwrap_or(u32::MAX));
+    d.blocks = Some(blocks.clamp(1, MAX_BLOCKS));
     Ok(())
 }
 
-/// Bytes of the rank that has the most.
-fn fullest(m: &Manifest) -> u64 {
-    let of = |r: &kvferry_geometry::manifest::RankManifest| {
-        r.layout.regions.iter().map(|r| r.len.get()).fold(0, u64::saturating_add)
-    };
-    m.ranks().iter().map(of).max().unwrap_or(0)
+/// Blocks of the smaller sketch: so many that padding and rounding don't count.
+const FEW: u32 = 64;
+
+/// Bytes of each rank.
+fn lens(m: &Manifest) -> Vec<u64> {
+    let of = |r: &RankManifest| r.layout.regions.iter().map(|r| r.len.get()).fold(0, u64::saturating_add);
+    m.ranks().iter().map(of).collect()
 }
 
 #[cfg(test)]
@@ -40,15 +52,27 @@ mod tests {
 
     use super::*;
 
+    fn fullest(d: &EngineDescription) -> u64 {
+        lens(&d.manifest().unwrap()).into_iter().max().unwrap()
+    }
+
     #[test]
     fn as_many_blocks_as_fit_and_not_one_more() {
-        for (model, shape) in [("llama-3.1-8b", "tp=2"), ("kimi-linear-48b-a3b", "tp=2"), ("deepseek-v3", "tp=4")] {
+        for (model, shape) in [
+            ("llama-3.1-8b", "tp=2"),
+            ("kimi-linear-48b-a3b", "tp=2"),
+            ("deepseek-v3", "tp=4"),
+            // Many and large states: there are fewer slots than usual.
+            ("nemotron-h-56b", "tp=1"),
+            ("nemotron-h-56b", "tp=2,pp=4"),
+        ] {
             let mut d = EngineDescription::new(Model::preset(model).unwrap(), shape.parse().unwrap());
             let room = 8 << 30;
             fit_pool(&mut d, room).unwrap();
-            assert!(fullest(&d.manifest().unwrap()) <= room, "{model}");
+            assert!(fullest(&d) <= room, "{model} {shape}");
+            assert!(d.blocks.is_some_and(|b| b > 100 && b < MAX_BLOCKS), "{model} {shape}: {:?}", d.blocks);
             d.blocks = d.blocks.map(|b| b + 2);
-            assert!(fullest(&d.manifest().unwrap()) > room, "{model}");
+            assert!(fullest(&d) > room, "{model} {shape}");
         }
     }
 
