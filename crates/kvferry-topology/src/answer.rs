@@ -204,9 +204,13 @@ pub struct LinkUse {
 /// Into how many parts the span is cut for [`LinkUse::over_time`] and [`Pools`].
 pub const SLICES: usize = 60;
 
-/// Sizes of descriptors: how many are at most so large, by powers of two.
+/// Sizes of descriptors: how many are at most so large, by powers of two. They are those of some of the requests, spread over all, if
+/// their blocks lay one after the other: how many there really were stands in [`Requests::descriptors`].
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Descriptors {
+    /// Requests that were measured.
+    #[serde(default)]
+    pub requests: u64,
     /// Upper ends of the bars in bytes.
     pub sizes: Vec<u64>,
     /// With nothing joined.

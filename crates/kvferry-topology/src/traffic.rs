@@ -149,6 +149,7 @@ impl Traffic {
     /// If it can't be served.
     pub fn measure(&mut self, salt: u64, tokens: u64, cached: u64, into: &mut Sizes) -> Result<(), TrafficError> {
         let bound = self.bind(tokens, cached)?;
+        into.requests += 1;
         self.batches(salt, &bound, |_, _, batch, before| {
             let bytes = batch.bytes().get();
             into.add_before(bytes / before.max(1), before);
@@ -168,6 +169,7 @@ impl Traffic {
 /// How many descriptors there are of which size, by powers of two.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Sizes {
+    requests: u64,
     before: BTreeMap<u32, u64>,
     after: BTreeMap<u32, u64>,
 }
@@ -192,6 +194,7 @@ impl Sizes {
         let (Some(low), Some(high)) = (keys().min(), keys().max()) else { return Descriptors::default() };
         let of = |map: &BTreeMap<u32, u64>| (low..=high).map(|k| map.get(&k).copied().unwrap_or(0)).collect();
         Descriptors {
+            requests: self.requests,
             sizes: (low..=high).map(|k| 1u64.checked_shl(k).unwrap_or(u64::MAX)).collect(),
             before: of(&self.before),
             after: of(&self.after),

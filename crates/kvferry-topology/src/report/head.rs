@@ -120,8 +120,8 @@ pub(super) fn keys(data: &Data) -> String {
     });
     keys.push(Key {
         name: "Descriptors",
-        figure: data.sum("descriptors.after", As::Count),
-        note: format!("{} with nothing joined", data.sum("descriptors.before", As::Count)),
+        figure: data.figure("requests.descriptors", As::Count),
+        note: format!("in {}", plural(data.figure("cost.transfers", As::Count), "transfer")),
         state: "calm",
     });
     let used = data.ratio("pools.peak_used", "pools.capacity");

@@ -20,10 +20,12 @@ pub(super) fn draw(data: &Data) -> String {
     };
     let rows = rows.get(first..=last).unwrap_or_default();
     let mut out = format!(
-        "<p>{} descriptors with nothing joined, {} as a transport is given them.</p>\n\
+        "<p>{} descriptors with nothing joined, {} as a transport is given them: of {} requests that were measured, with blocks one after \
+         the other.</p>\n\
          <ul class=\"key\"><li class=\"before\">nothing joined</li><li class=\"joined\">as given</li></ul>\n",
         data.sum("descriptors.before", As::Count),
-        data.sum("descriptors.after", As::Count)
+        data.sum("descriptors.after", As::Count),
+        data.figure("descriptors.requests", As::Count)
     );
     let most = rows.iter().map(|r| r.1.max(r.2)).max().unwrap_or(1);
     // One decade more than the most, so that a single descriptor has a height too.

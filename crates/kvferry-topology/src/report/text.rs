@@ -218,7 +218,12 @@ fn descriptors(out: &mut String, answer: &Answer) {
         let headings = ["descriptors up to", "not joined", "as given", "not joined (log)", "as given (log)"];
         let _ = write!(out, "\n{}", table(&headings, &rows));
         let sum = |list: &[u64]| count(list.iter().fold(0, |a, b| a.saturating_add(*b)));
-        let _ = writeln!(out, "{} in all with nothing joined, {} as given", sum(&d.before), sum(&d.after));
+        let (before, after) = (sum(&d.before), sum(&d.after));
+        let measured = number_of(d.requests, "request");
+        let _ = writeln!(
+            out,
+            "{before} with nothing joined, {after} as given, of {measured} that were measured, blocks in order"
+        );
     }
 }
 

@@ -99,7 +99,7 @@ fn descriptors() -> Descriptors {
     let sizes: Vec<u64> = (8..24).map(|n| 1 << n).collect();
     let before = vec![0, 0, 5_242_880, 41_943_040, 120_000, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     let after = vec![0, 0, 0, 4_100, 9_800, 2_300, 18_000, 61_000, 140_200, 88_000, 31_000, 9_000, 1_200, 40, 3, 1];
-    Descriptors { sizes, before, after }
+    Descriptors { requests: 64, sizes, before, after }
 }
 
 fn pools(capacity: u64, chance: &mut Chance) -> Pools {
