@@ -222,7 +222,7 @@ fn descriptors(out: &mut String, answer: &Answer) {
         let measured = number_of(d.requests, "request");
         let _ = writeln!(
             out,
-            "{before} with nothing joined, {after} as given, of {measured} that were measured, blocks in order"
+            "{before} with nothing joined, {after} as given,\nof {measured} that were measured, blocks in order"
         );
     }
 }

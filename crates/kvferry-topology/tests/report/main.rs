@@ -57,7 +57,7 @@ fn text_says_what_happened() {
         "\nand 54 more links\n",
         "\nand 54 more ranks\n",
         "\nand 1,014 more pairs\n",
-        "\n47,305,920 in all with nothing joined, 364,644 as given\n",
+        "\n47,305,920 with nothing joined, 364,644 as given,\nof 64 requests that were measured, blocks in order\n",
         "\n17 requests waited for room\n",
     ] {
         assert!(ranks.contains(part), "{part:?} is not in\n{ranks}");
