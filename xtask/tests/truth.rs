@@ -3,6 +3,7 @@
 //! Bytes and descriptors of every pair of ranks must be equal. Times are those of a machine that does other things besides; they are
 //! printed (`--nocapture`) beside what the simulator says after a preflight of the same transport, and nothing is asserted of them.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test whose process cannot be started has failed")]
+#![allow(clippy::print_stdout, reason = "times are told, not judged")]
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
