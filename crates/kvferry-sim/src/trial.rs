@@ -1,4 +1,4 @@
-//! The script that looks for faults: drawn requests, drawn faults, and the invariants of [`Violation`](crate::Violation) after all
+//! The script that looks for faults: drawn requests, drawn faults, and the invariants of [`Violation`] after all
 //! that happens.
 
 use std::sync::Arc;
