@@ -176,13 +176,8 @@ fn prefills(s: &Scenario, load: &Load) -> (Vec<Life>, Vec<(u32, u32)>) {
     for (i, request) in load.requests.iter().enumerate() {
         let at = request.at.as_secs_f64();
         let turn = u32::try_from(i as u64 % u64::from(s.prefill.engines.max(1))).unwrap_or(0);
-        let mut hit_at = |p: u32| match &request.prefix {
-            Prefix::None => 0,
-            Prefix::Hit { prefill, .. } => (*prefill).min(request.prompt.saturating_sub(1)),
-            Prefix::Blocks { ids, tokens } => prefix
-                .get_mut(p as usize)
-                .map_or(0, |c| c.lookup(ids, *tokens, request.prompt).min(request.prompt.saturating_sub(1))),
-        };
+        let mut hit_at =
+            |p: u32| prefix.get_mut(p as usize).map_or(0, |cache| request.prefix.at_prefill(cache, request.prompt));
         let time = |hit: u64| s.prefill_time.time(request.prompt - hit.min(request.prompt), hit).as_secs_f64();
         let p = match (s.router.prefill, blocks) {
             (Choice::RoundRobin, _) => turn,
@@ -193,15 +188,10 @@ fn prefills(s: &Scenario, load: &Load) -> (Vec<Life>, Vec<(u32, u32)>) {
                 all.map(|p| (end(p), p)).min_by(|a, b| a.0.total_cmp(&b.0)).map_or(turn, |best| best.1)
             }
         };
-        let hit = match &request.prefix {
-            Prefix::None => 0,
-            Prefix::Hit { prefill, .. } => (*prefill).min(request.prompt.saturating_sub(1)),
-            Prefix::Blocks { ids, tokens } => prefix.get_mut(p as usize).map_or(0, |c| {
-                let hit = c.lookup(ids, *tokens, request.prompt).min(request.prompt.saturating_sub(1));
-                c.insert(ids, *tokens);
-                hit
-            }),
-        };
+        let hit = hit_at(p);
+        if let Some(cache) = prefix.get_mut(p as usize) {
+            request.prefix.enter(cache);
+        }
         let begin = done.get(p as usize).copied().unwrap_or(0.0).max(at);
         let end = begin + time(hit);
         if let Some(slot) = done.get_mut(p as usize) {
@@ -211,15 +201,11 @@ fn prefills(s: &Scenario, load: &Load) -> (Vec<Life>, Vec<(u32, u32)>) {
             free.push(Reverse((whole(end * 1e9), p)));
         }
         let d = u32::try_from(i as u64 % u64::from(s.decode.engines.max(1))).unwrap_or(0);
-        let decode_hit = match &request.prefix {
-            Prefix::None => 0,
-            Prefix::Hit { decode, .. } => (*decode).min(request.prompt),
-            Prefix::Blocks { ids, tokens } => there.get_mut(d as usize).map_or(0, |c| {
-                let hit = c.lookup(ids, *tokens, request.prompt);
-                c.insert(ids, *tokens);
-                hit
-            }),
-        };
+        let decode_hit = there.get_mut(d as usize).map_or(0, |cache| {
+            let hit = request.prefix.at_decode(cache, request.prompt);
+            request.prefix.enter(cache);
+            hit
+        });
         let prefill = Some((begin, end));
         lives.push(Life { at, prompt: request.prompt, hit, decode_hit, prefill, ..Life::default() });
         places.push((p, d));

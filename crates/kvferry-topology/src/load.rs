@@ -86,6 +86,34 @@ pub enum Prefix {
     },
 }
 
+impl Prefix {
+    /// Tokens of a prompt that an engine of P has; at least one is computed.
+    pub(crate) fn at_prefill(&self, cache: &mut PrefixCache, prompt: u64) -> u64 {
+        let hit = match self {
+            Self::None => 0,
+            Self::Hit { prefill, .. } => *prefill,
+            Self::Blocks { ids, tokens } => cache.lookup(ids, *tokens, prompt),
+        };
+        hit.min(prompt.saturating_sub(1))
+    }
+
+    /// Tokens of a prompt that an engine of D has.
+    pub(crate) fn at_decode(&self, cache: &mut PrefixCache, prompt: u64) -> u64 {
+        match self {
+            Self::None => 0,
+            Self::Hit { decode, .. } => (*decode).min(prompt),
+            Self::Blocks { ids, tokens } => cache.lookup(ids, *tokens, prompt),
+        }
+    }
+
+    /// An engine has all of the prompt from now on.
+    pub(crate) fn enter(&self, cache: &mut PrefixCache) {
+        if let Self::Blocks { ids, tokens } = self {
+            cache.insert(ids, *tokens);
+        }
+    }
+}
+
 impl Load {
     /// From the beginning to the last arrival.
     #[must_use]

@@ -10,7 +10,6 @@ use kvferry_sim::world::{World, key};
 
 use super::{Deployment, Event, over, seconds};
 use crate::blocks::Ask;
-use crate::load::Prefix;
 use crate::number::whole;
 use crate::scenario::{Choice, Mode};
 
@@ -98,11 +97,7 @@ fn pull(world: &mut World<Deployment>, i: u32, d: u32, blocks: Taken) {
     let (scenario, load) = (script.scenario.clone(), script.load.clone());
     let Some(wanted) = load.requests.get(i as usize) else { return };
     let Some(consumer) = script.consumers.get_mut(d as usize) else { return };
-    let cached = match &wanted.prefix {
-        Prefix::None => 0,
-        Prefix::Hit { decode, .. } => (*decode).min(wanted.prompt),
-        Prefix::Blocks { ids, tokens } => consumer.prefix.lookup(ids, *tokens, wanted.prompt),
-    };
+    let cached = wanted.prefix.at_decode(&mut consumer.prefix, wanted.prompt);
     consumer.running += 1;
     let ask = Ask { tokens: wanted.prompt, states: 1 };
     let groups = ask.dst(&scenario.decode.manifest, &blocks.0, cached, 0);
@@ -176,9 +171,7 @@ pub(super) fn ended(world: &mut World<Deployment>, engine: u32, pull: PullId, re
             r.life.bytes = report.bytes().get();
             r.life.delivered = Some(at);
             let Some(consumer) = script.consumers.get_mut(d as usize) else { return };
-            if let Prefix::Blocks { ids, tokens } = &wanted.prefix {
-                consumer.prefix.insert(ids, *tokens);
-            }
+            wanted.prefix.enter(&mut consumer.prefix);
             consumer.decoding.0 += 1;
             consumer.decoding.1 += wanted.prompt + wanted.output / 2;
             let step = scenario.decode_time.step(consumer.decoding.0, consumer.decoding.1);

@@ -23,7 +23,7 @@ pub(super) fn arrive(world: &mut World<Deployment>, i: u32) {
     let (load, scenario) = (script.load.clone(), script.scenario.clone());
     let Some(wanted) = load.requests.get(i as usize) else { return };
     let Some(producer) = script.producers.get_mut(p as usize) else { return };
-    let hit = hit(producer, &wanted.prefix, wanted.prompt);
+    let hit = wanted.prefix.at_prefill(&mut producer.prefix, wanted.prompt);
     let time = scenario.prefill_time.time(wanted.prompt.saturating_sub(hit), hit).as_secs_f64();
     producer.done_at = producer.done_at.max(now) + time;
     producer.queue.push_back(i);
@@ -31,16 +31,6 @@ pub(super) fn arrive(world: &mut World<Deployment>, i: u32) {
         (r.p, r.life.hit) = (p, hit);
     }
     next(world, p);
-}
-
-/// Tokens of a prompt that an engine has; at least one is computed.
-fn hit(producer: &mut super::Producer, prefix: &Prefix, prompt: u64) -> u64 {
-    let hit = match prefix {
-        Prefix::None => 0,
-        Prefix::Hit { prefill, .. } => *prefill,
-        Prefix::Blocks { ids, tokens } => producer.prefix.lookup(ids, *tokens, prompt),
-    };
-    hit.min(prompt.saturating_sub(1))
 }
 
 fn choose(script: &mut Deployment, i: u32, now: f64) -> Option<u32> {
@@ -61,7 +51,7 @@ fn choose(script: &mut Deployment, i: u32, now: f64) -> Option<u32> {
         // Only with block ids does it matter which engine it is.
         let time = match (&wanted.prefix, plain) {
             (Prefix::Blocks { .. }, _) | (_, None) => {
-                let hit = hit(producer, &wanted.prefix, wanted.prompt);
+                let hit = wanted.prefix.at_prefill(&mut producer.prefix, wanted.prompt);
                 scenario.prefill_time.time(wanted.prompt.saturating_sub(hit), hit).as_secs_f64()
             }
             (_, Some(time)) => time,
@@ -237,9 +227,8 @@ pub(super) fn computed(world: &mut World<Deployment>, i: u32, step: u32) {
     }
     let load = world.script.load.clone();
     if let (Some(producer), Some(wanted)) = (world.script.producers.get_mut(p as usize), load.requests.get(i as usize))
-        && let Prefix::Blocks { ids, tokens } = &wanted.prefix
     {
-        producer.prefix.insert(ids, *tokens);
+        wanted.prefix.enter(&mut producer.prefix);
     }
     idle(world, p, i);
 }
