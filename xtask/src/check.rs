@@ -182,7 +182,7 @@ impl Outcome {
         if let (Some(src), Some(dst)) = (&out.source, &out.destination) {
             // As two engines do when they meet.
             let direction = Direction::new(src.manifest.clone(), dst.manifest.clone(), args.ignore.options());
-            let met = direction.and_then(|mut d| d.map(PeerOptions::default()).map(|_| d.compatible().clone()));
+            let met = direction.and_then(|d| d.map(PeerOptions::default()).map(|_| d.compatible().clone()));
             match met {
                 Ok(compatible) => out.compatible = Some(compatible),
                 Err(PairingError::Mismatch(found)) => out.differences = found.0.iter().map(difference).collect(),

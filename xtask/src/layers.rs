@@ -36,6 +36,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("kvferry-model", &[GEOMETRY, "kvferry-proto"]),
     // Applications take the facade and the backends they want.
     ("xtask", APPLICATION),
+    ("xtask-launch", &[]),
     (FUZZ, &[GEOMETRY, MODELS, "kvferry-proto", "kvferry"]),
     ("kvferry-tests", EVERYTHING),
     ("kvferry-benches", EVERYTHING),

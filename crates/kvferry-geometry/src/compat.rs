@@ -192,7 +192,7 @@ impl fmt::Display for Mismatches {
 impl core::error::Error for Mismatches {}
 
 /// What becomes of items that only one engine has.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub enum Unmatched {
     /// They are a mismatch.
     #[default]
@@ -202,7 +202,7 @@ pub enum Unmatched {
 }
 
 /// What the caller lets pass. Both engines must be asked with the same.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct CompatOptions {
     /// Items that only the source has.
     pub source_only: Unmatched,

@@ -230,35 +230,52 @@ struct ItemSet {
     held: u64,
 }
 
+/// Neighbouring items are mostly placed like one of so many before.
+const RECENT: usize = 8;
+
 fn item_sets(c: &Compatible) -> Vec<ItemSet> {
     // The axis's total belongs to the key, since it bounds the cuts.
     type Key = (bool, usize, u32, Vec<Option<PagedPlacement>>, Vec<Option<PagedPlacement>>);
-    let mut by_placement: BTreeMap<Key, ItemSet> = BTreeMap::new();
+    fn of(ranks: &[RankManifest], id: ItemId, axis: usize) -> impl Iterator<Item = Option<PagedPlacement>> {
+        ranks.iter().map(move |r| r.placement[id.index()].as_ref()?.axis(axis))
+    }
+    let mut sets: Vec<ItemSet> = Vec::new();
+    let mut by_placement: BTreeMap<Key, usize> = BTreeMap::new();
     for (id, item) in c.dst().spec().iter() {
         let Some((src_id, src_item)) = c.src_item(id).and_then(|i| Some((i, c.src().spec().get(i)?))) else { continue };
         let state = item.as_state().is_some();
         for (axis, total) in item.axes().enumerate() {
             let Some(src_axis) = item.axis_in(axis, src_item) else { continue };
-            let of = |ranks: &[RankManifest], id: ItemId, axis: usize| -> Vec<Option<PagedPlacement>> {
-                ranks.iter().map(|r| r.placement[id.index()].as_ref()?.axis(axis)).collect()
+            let (src, dst) = (|| of(c.src().ranks(), src_id, src_axis), || of(c.dst().ranks(), id, axis));
+            let alike = |s: &&mut ItemSet| {
+                (s.state, s.axis, s.total) == (state, axis, total)
+                    && s.src.iter().copied().eq(src())
+                    && s.dst.iter().copied().eq(dst())
             };
-            let src = of(c.src().ranks(), src_id, src_axis);
-            let dst = of(c.dst().ranks(), id, axis);
-            let set = by_placement.entry((state, axis, total, src.clone(), dst.clone())).or_insert_with(|| ItemSet {
-                items: Vec::new(),
-                axis,
-                state,
-                total,
-                src,
-                dst,
-                period: 1,
-                heads: Vec::new(),
-                held: 0,
-            });
-            set.items.push((id, weight(item, axis)));
+            let weighed = (id, weight(item, axis));
+            if let Some(set) = sets.iter_mut().rev().take(RECENT).find(alike) {
+                set.items.push(weighed);
+                continue;
+            }
+            let (src, dst): (Vec<_>, Vec<_>) = (src().collect(), dst().collect());
+            let at = *by_placement.entry((state, axis, total, src.clone(), dst.clone())).or_insert(sets.len());
+            match sets.get_mut(at) {
+                Some(set) => set.items.push(weighed),
+                None => sets.push(ItemSet {
+                    items: vec![weighed],
+                    axis,
+                    state,
+                    total,
+                    src,
+                    dst,
+                    period: 1,
+                    heads: Vec::new(),
+                    held: 0,
+                }),
+            }
         }
     }
-    by_placement.into_values().collect()
+    sets
 }
 
 /// Bytes of one head in [`MAX_PERIOD`] tokens, or of one unit of a state.

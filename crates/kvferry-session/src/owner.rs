@@ -35,6 +35,7 @@ use kvferry_proto::names::{EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::peer::{MAX_REQUEST_BLOCKS, MAX_REQUEST_STATES, PeerMessage};
 use kvferry_proto::rank::{FromRank, PullId, ToRank};
 
+use crate::pairing::{Acquaintances, Pairings};
 use crate::snapshot::Snapshot;
 
 mod asks;
@@ -171,6 +172,13 @@ impl OwnerSession {
             effects: VecDeque::new(),
             now: Duration::ZERO,
         })
+    }
+
+    /// What it computes of pairs of caches is shared with the other sessions of the process that have these.
+    #[must_use]
+    pub fn with_pairings(mut self, pairings: Pairings) -> Self {
+        self.links.known = Acquaintances::sharing(pairings);
+        self
     }
 
     /// The engine, once all ranks have joined.

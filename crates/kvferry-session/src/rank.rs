@@ -36,7 +36,7 @@ use kvferry_transport::{Event, OpId, Outcome, PeerId, PeerInfo, Region, Transfer
 
 use crate::bind::bind_read;
 use crate::cache::LocalCache;
-use crate::pairing::Acquaintances;
+use crate::pairing::{Acquaintances, Pairings};
 use crate::runs::RunDigester;
 
 mod admission;
@@ -115,6 +115,8 @@ pub struct RankSession {
     end: Endpoint,
     lanes: Lanes,
     cache: LocalCache,
+    /// Whether there is memory in its regions.
+    bytes: bool,
     standing: Standing,
     peers: BTreeMap<Digest, Known>,
     acquaintances: Acquaintances,
@@ -151,6 +153,7 @@ impl RankSession {
             end: Endpoint::new(transport),
             lanes: Lanes::default(),
             cache,
+            bytes: true,
             standing: Standing::Joining,
             peers: BTreeMap::new(),
             acquaintances: Acquaintances::default(),
@@ -165,6 +168,20 @@ impl RankSession {
             out: VecDeque::from([FromRank::Join(join)]),
             now: Duration::ZERO,
         }
+    }
+
+    /// What it computes of pairs of caches is shared with the other sessions of the process that have these.
+    #[must_use]
+    pub fn with_pairings(mut self, pairings: Pairings) -> Self {
+        self.acquaintances = Acquaintances::sharing(pairings);
+        self
+    }
+
+    /// For simulations whose regions are addresses without memory: the session does and says all the same, and zeroes nothing.
+    #[must_use]
+    pub fn without_bytes(mut self) -> Self {
+        self.bytes = false;
+        self
     }
 
     /// Whether the owner has taken the rank in.
@@ -334,7 +351,7 @@ impl RankSession {
         let pairing = order.pairing;
         let known = self.peers.get(&pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
         let (peer, gathers) = (known.manifest.clone(), known.gathers);
-        let way = self.acquaintances.of(peer.cache()).reading(engine.cache(), peer.cache(), pairing.compat);
+        let way = self.acquaintances.reading(engine.cache(), peer.cache(), pairing.compat);
         let direction = way.map_err(|e| unfit(&e))?;
         let map = direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| unfit(&e))?;
         let request =
@@ -432,7 +449,8 @@ impl RankSession {
 
     fn zero_and_compare(&mut self, id: PullId) {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let next = match zero(self.zeros.as_ref(), &pull.request, self.cache.regions()) {
+        let regions = self.bytes.then(|| self.cache.regions());
+        let next = match zero(self.zeros.as_ref(), &pull.request, regions) {
             Ok(bytes) => pull.compare(bytes, self.now),
             Err(text) => pull.fail(fault(Stage::Zero, text)),
         };
@@ -464,7 +482,7 @@ impl RankSession {
         let known = self.peers.get(&pairing.peer).ok_or("the order names an unknown engine")?;
         let peer = known.manifest.cache().clone();
         let text = |e: &dyn std::fmt::Display| e.to_string();
-        let way = self.acquaintances.of(&peer).serving(engine.cache(), &peer, pairing.compat);
+        let way = self.acquaintances.serving(engine.cache(), &peer, pairing.compat);
         let direction = way.map_err(|e| text(&e))?;
         direction.agreed_map(pairing.options, pairing.peer_map).map_err(|e| text(&e))?;
         let request = BoundRequest::new(direction.compatible(), request).map_err(|e| text(&e))?;
@@ -509,7 +527,10 @@ impl RankSession {
     fn forget(&mut self, digest: Digest) {
         self.jobs.retain(|(peer, _)| *peer != digest);
         let Some(known) = self.peers.remove(&digest) else { return };
-        self.acquaintances.forget(known.manifest.cache(), self.peers.values().map(|other| other.manifest.cache()));
+        let cache = known.manifest.cache();
+        if !self.peers.values().any(|other| other.manifest.cache().digest() == cache.digest()) {
+            self.acquaintances.forget(cache);
+        }
         self.fail_pushes_to(digest);
         for lane in known.lanes.into_values() {
             let shared = self.peers.values().any(|k| k.lanes.values().any(|l| *l == lane));
@@ -530,10 +551,11 @@ fn staging_of(peer: &EngineManifest, rank: RankId, info: &PeerInfo) -> (RegionId
     (id, lens.get(after).copied().unwrap_or(Bytes::ZERO))
 }
 
-/// Zeroes what lies beyond the moved tokens; gives how many bytes.
-fn zero(plan: Option<&ZeroPlan>, request: &BoundRequest, regions: &[Region]) -> Result<Bytes, String> {
+/// Zeroes what lies beyond the moved tokens, where there is memory; gives how many bytes.
+fn zero(plan: Option<&ZeroPlan>, request: &BoundRequest, regions: Option<&[Region]>) -> Result<Bytes, String> {
     let plan = plan.ok_or("the engine is not complete")?;
     let zeros = plan.resolve(request).map_err(|e| e.to_string())?;
+    let Some(regions) = regions else { return Ok(zeros.bytes()) };
     for r in zeros.ranges() {
         let memory = regions.get(r.region.index()).ok_or_else(|| format!("region {} is not registered", r.region))?;
         memory.fill(r.offset, r.len, 0).map_err(|e| e.to_string())?;

@@ -12,6 +12,7 @@ use kvferry_geometry::units::Bytes;
 use kvferry_memory::{BufferOptions, SharedBuffer};
 use kvferry_proto::names::{Epoch, LeaseId};
 use kvferry_session::owner::{LinkId, RankLinkId};
+use kvferry_session::pairing::Pairings;
 use kvferry_session::{Admission, LeaseTerms, StagingConfig};
 use kvferry_transport::Region;
 
@@ -149,6 +150,8 @@ pub struct World<S: Script = Trial> {
     /// What nothing lies in.
     pub(crate) nothing: Option<Region>,
     pub(crate) quiet: Arc<OwnedFd>,
+    /// What sessions compute of pairs of caches is the same for all that are alike.
+    pub(crate) pairings: Pairings,
     pub(crate) stats: Stats,
     pub(crate) violation: Option<Violation>,
     pub(crate) hash: u64,
@@ -240,6 +243,7 @@ impl<S: Script> World<S> {
             cut: BTreeMap::new(),
             nothing,
             quiet: Arc::new(quiet.into()),
+            pairings: Pairings::default(),
             stats: Stats::default(),
             violation: None,
             hash: hash(&[config.seed]),

@@ -109,9 +109,7 @@ pub fn simulate_load(scenario: &Scenario, load: &Load) -> Result<Answer, EventsE
         }
     }
     world.script.begin = until;
-    for (i, request) in (0u32..).zip(&load.requests) {
-        world.at(until + request.at, Event::Arrive(i));
-    }
+    come(&mut world, 0);
     for (i, failure) in (0u32..).zip(&scenario.failures) {
         world.at(until + failure.at, Event::Breaks(i));
     }
@@ -156,7 +154,9 @@ pub fn simulate_load(scenario: &Scenario, load: &Load) -> Result<Answer, EventsE
 /// What happens besides the sessions' own doing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
-    /// A prompt arrives.
+    /// The load's next prompt arrives.
+    Come(u32),
+    /// A prompt is given to an engine.
     Arrive(u32),
     /// Its prefill has reached its how-manieth step; the last is its end.
     Computed(u32, u32),
@@ -331,6 +331,14 @@ fn over(world: &mut World<Deployment>, i: u32, failed: Option<String>) {
     script.last = script.last.max(now);
 }
 
+/// A prompt will come in its time. Only the next is in the world's queue, which would be long with all of them.
+fn come(world: &mut World<Deployment>, i: u32) {
+    let script = &world.script;
+    if let Some(request) = script.load.requests.get(i as usize) {
+        world.at(script.begin + request.at, Event::Come(i));
+    }
+}
+
 impl Script for Deployment {
     type Event = Event;
 
@@ -340,6 +348,10 @@ impl Script for Deployment {
 
     fn happens(world: &mut World<Self>, event: Event) {
         match event {
+            Event::Come(i) => {
+                come(world, i + 1);
+                prefill::arrive(world, i);
+            }
             Event::Arrive(i) => prefill::arrive(world, i),
             Event::Computed(i, step) => prefill::computed(world, i, step),
             Event::Ask(i) => handover::ask(world, i),

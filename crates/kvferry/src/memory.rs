@@ -14,6 +14,7 @@ use kvferry_geometry::request::{DstGroup, Request, SrcGroup};
 use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::{FromRank, ToRank};
 use kvferry_session::owner::{LinkId, RankLinkId};
+use kvferry_session::pairing::Pairings;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::address::MemoryName;
@@ -131,7 +132,10 @@ impl fmt::Debug for MemoryEnd {
 /// Where ranks of an owner's own process join it, without a socket; see
 /// [`WorkerBuilder::in_process`](crate::WorkerBuilder::in_process).
 #[derive(Clone)]
-pub struct RankPort(Sender<News>);
+pub struct RankPort {
+    owner: Sender<News>,
+    pairings: Pairings,
+}
 
 impl fmt::Debug for RankPort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -140,16 +144,21 @@ impl fmt::Debug for RankPort {
 }
 
 impl RankPort {
-    pub(crate) fn new(owner: Sender<News>) -> Self {
-        Self(owner)
+    pub(crate) fn new(owner: Sender<News>, pairings: Pairings) -> Self {
+        Self { owner, pairings }
+    }
+
+    /// What the owner has computed of pairs of caches, to be shared.
+    pub(crate) fn pairings(&self) -> Pairings {
+        self.pairings.clone()
     }
 
     /// Joins the owner, if it is there; gives the rank's end.
     pub(crate) fn join(&self) -> std::io::Result<RankEnd> {
         let gone = |_| std::io::Error::new(std::io::ErrorKind::ConnectionRefused, "the owner was shut down");
         let queue = Arc::new(Queue::new()?);
-        let end = RankEnd { owner: self.0.clone(), link: None, queue: queue.clone() };
-        self.0.send(News::RankJoined(OwnerEnd { queue, new: Vec::new() })).map_err(gone)?;
+        let end = RankEnd { owner: self.owner.clone(), link: None, queue: queue.clone() };
+        self.owner.send(News::RankJoined(OwnerEnd { queue, new: Vec::new() })).map_err(gone)?;
         Ok(end)
     }
 }
@@ -393,7 +402,7 @@ mod tests {
     #[test]
     fn a_rank_is_woken_only_if_it_may_sleep() {
         let (tell, news) = inbox();
-        let rank = RankPort::new(tell).join().unwrap();
+        let rank = RankPort::new(tell, Pairings::default()).join().unwrap();
         let mut got = Vec::new();
         news.take(&mut got);
         let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
@@ -419,7 +428,7 @@ mod tests {
     #[test]
     fn what_waits_for_a_rank_is_counted_until_it_is_taken() {
         let (tell, news) = inbox();
-        let rank = RankPort::new(tell).join().unwrap();
+        let rank = RankPort::new(tell, Pairings::default()).join().unwrap();
         let mut got = Vec::new();
         news.take(&mut got);
         let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
@@ -437,7 +446,7 @@ mod tests {
     #[test]
     fn a_link_that_one_end_drops_is_closed_at_the_other() {
         let (tell, news) = inbox();
-        let mut rank = RankPort::new(tell.clone()).join().unwrap();
+        let mut rank = RankPort::new(tell.clone(), Pairings::default()).join().unwrap();
         let mut got = Vec::new();
         news.take(&mut got);
         let Some(News::RankJoined(mut owner)) = got.pop() else { panic!("it did not join") };
@@ -449,7 +458,7 @@ mod tests {
         news.take(&mut got);
         assert!(matches!(&got[..], [News::RankClosed(RankLinkId(3), _)]));
         // A rank that is gone before it was accepted.
-        drop(RankPort::new(tell.clone()).join().unwrap());
+        drop(RankPort::new(tell.clone(), Pairings::default()).join().unwrap());
         got.clear();
         news.take(&mut got);
         let Some(News::RankJoined(owner)) = got.pop() else { panic!("it did not join") };

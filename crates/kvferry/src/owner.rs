@@ -13,6 +13,7 @@ use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::names::{ContentKey, EngineId, Epoch, Fence, LeaseId};
 use kvferry_proto::rank::{Assurance, PullId};
 use kvferry_session::owner::{Mode, OwnerSession, PullWish, Ttl, USUAL_PRIORITY};
+use kvferry_session::pairing::Pairings;
 use tokio::sync::{oneshot, watch};
 
 use crate::address::Address;
@@ -138,7 +139,8 @@ impl OwnerBuilder {
 pub(crate) async fn start(options: Options, ranks: u32, rank_socket: bool) -> Result<Owner, StartError> {
     options.check()?;
     let epoch = Epoch::new(random().map_err(StartError::Random)?);
-    let session = OwnerSession::new(options.session(ranks, epoch)?)?;
+    let pairings = Pairings::default();
+    let session = OwnerSession::new(options.session(ranks, epoch)?)?.with_pairings(pairings.clone());
     let security = options.security()?;
     let (news, news_inbox) = inbox();
     // Removes the sockets' files on an early end, too.
@@ -162,7 +164,7 @@ pub(crate) async fn start(options: Options, ranks: u32, rank_socket: bool) -> Re
     let driver = Driver::new(session, (news.clone(), news_inbox), events_end, progress, bounds, security, listeners);
     tokio::spawn(driver.run());
     let (spec, mode) = (Arc::new(options.spec), options.config.mode);
-    let shared = Shared { engine: options.config.id, epoch, address, rank_socket, spec, mode };
+    let shared = Shared { engine: options.config.id, epoch, address, rank_socket, spec, mode, pairings };
     Ok(Owner { caller: Arc::new(Caller(news)), seen, shared: Arc::new(shared), events: Some(events) })
 }
 
@@ -172,6 +174,8 @@ struct Shared {
     epoch: Epoch,
     address: Option<Address>,
     rank_socket: PathBuf,
+    /// For ranks of this process.
+    pairings: Pairings,
     spec: Arc<ModelSpec>,
     /// Of pulls that don't say.
     mode: Mode,
@@ -234,7 +238,7 @@ impl Owner {
     /// Where ranks of this process can join without a socket.
     #[must_use]
     pub fn rank_port(&self) -> RankPort {
-        RankPort::new(self.caller.0.clone())
+        RankPort::new(self.caller.0.clone(), self.shared.pairings.clone())
     }
 
     /// Takes the stream of events. `None` the second time.

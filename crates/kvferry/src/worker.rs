@@ -15,6 +15,7 @@ use kvferry_geometry::units::{Bytes, RankId};
 use kvferry_memory::{BufferError, BufferOptions, SharedBuffer};
 use kvferry_proto::names::{EngineId, Epoch};
 use kvferry_proto::wire::WireError;
+use kvferry_session::pairing::Pairings;
 use kvferry_session::rank::{Admission, AdmissionRefused, RankIdentity};
 use kvferry_session::{CacheError, LaneReport, LocalCache, RankSession, StagingConfig, StagingRefused, Way};
 use kvferry_transport::preflight::Policy;
@@ -206,18 +207,20 @@ impl WorkerBuilder {
             let memory = SharedBuffer::new(&name, pool, BufferOptions::default())?;
             cache = cache.with_staging(&mut *self.transport, memory.region())?;
         }
-        let link = match self.owner {
+        let (link, pairings) = match self.owner {
             OwnerAt::Socket(path) => {
-                RankLink::connect(&path, self.connect).map_err(|error| WorkerError::Connect { path, error })?
+                let link = RankLink::connect(&path, self.connect);
+                (link.map_err(|error| WorkerError::Connect { path, error })?, Pairings::default())
             }
             OwnerAt::Here(port) => {
-                RankLink::Memory { end: port.join().map_err(system("a link to the owner"))?, out: Vec::new() }
+                let end = port.join().map_err(system("a link to the owner"))?;
+                (RankLink::Memory { end, out: Vec::new() }, port.pairings())
             }
         };
         let (port, readies) = ready_port().map_err(system("a pair of sockets"))?;
         let who = RankIdentity { engine: self.engine, rank: self.rank, epoch: Epoch::new(epoch) };
         let session = RankSession::new(who, self.transport, cache).with_staging(StagingConfig { cost, way })?;
-        let session = session.with_lanes(self.policy)?.with_admission(self.admission)?;
+        let session = session.with_lanes(self.policy)?.with_admission(self.admission)?.with_pairings(pairings);
         let permuter = Permuter::new(self.rank, threads).map_err(system("a pair of sockets"))?;
         let lanes = LaneBoard::default();
         let board = (lanes.clone(), 0);

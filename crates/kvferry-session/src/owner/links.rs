@@ -16,10 +16,11 @@ use kvferry_proto::peer::PeerMessage;
 
 use super::roads::RoadId;
 use crate::outcome::FailureCause;
-use crate::pairing::{Acquaintance, Direction, PairingError};
+use crate::pairing::{Acquaintances, Direction, PairingError};
 
 mod keep;
 mod table;
+mod up;
 
 use table::{First, Link, Remembered, Stage};
 pub(super) use table::{LinkView, Links};
@@ -270,6 +271,7 @@ impl OwnerSession {
         let Some(l) = self.links.links.get_mut(&link) else { return };
         (l.stage, l.up, l.used) = (Stage::Up(established), now, now);
         let (took, road) = (now.saturating_sub(l.began), l.road);
+        self.links.up.add(link, &peer);
         match self.config.idle {
             Some(idle) => self.links.due.set(link, now.saturating_add(keep::allowed(idle, road))),
             None => self.links.due.remove(link),
@@ -338,9 +340,11 @@ impl OwnerSession {
                 if let Some(road) = gone.road {
                     self.road_is_down(road, link);
                 }
-                if !self.links.peers().any(|other| other.digest() == peer.digest()) {
-                    let Links { links, known, .. } = &mut self.links;
-                    known.forget(peer.cache(), table::peers(links).map(|other| other.cache()));
+                let last = self.links.up.remove(link, &peer);
+                if last.cache {
+                    self.links.known.forget(peer.cache());
+                }
+                if last.manifest {
                     self.forget(peer.digest());
                 }
             }
@@ -356,20 +360,19 @@ impl OwnerSession {
     }
 
     /// What we know of the peer at a link when it reads from us.
-    pub(super) fn serving(&mut self, link: LinkId) -> Option<Acquainted<'_>> {
-        self.met(link, Acquaintance::serving)
+    pub(super) fn serving(&mut self, link: LinkId) -> Option<Acquainted> {
+        self.met(link, Acquaintances::serving)
     }
 
     /// What we know of the peer at a link when we read from it.
-    pub(super) fn reading(&mut self, link: LinkId) -> Option<Acquainted<'_>> {
-        self.met(link, Acquaintance::reading)
+    pub(super) fn reading(&mut self, link: LinkId) -> Option<Acquainted> {
+        self.met(link, Acquaintances::reading)
     }
 
-    fn met(&mut self, link: LinkId, way: Way) -> Option<Acquainted<'_>> {
+    fn met(&mut self, link: LinkId, way: Way) -> Option<Acquainted> {
         let peer = self.links.peer(link)?.clone();
         let ours = self.life.local()?.manifest.cache().clone();
-        let known = self.links.known.of(peer.cache());
-        let direction = way(known, &ours, peer.cache(), self.config.compat);
+        let direction = way(&mut self.links.known, &ours, peer.cache(), self.config.compat);
         Some((peer, direction))
     }
 }
@@ -400,11 +403,7 @@ fn texts(refusal: &Refusal) -> Vec<String> {
 }
 
 /// A peer, and what moves in one of the two directions.
-type Acquainted<'a> = (Arc<EngineManifest>, Result<&'a mut Direction, PairingError>);
-/// Which direction: [`Acquaintance::serving`] or [`Acquaintance::reading`].
-type Way = for<'a> fn(
-    &'a mut Acquaintance,
-    &Arc<Manifest>,
-    &Arc<Manifest>,
-    CompatOptions,
-) -> Result<&'a mut Direction, PairingError>;
+type Acquainted = (Arc<EngineManifest>, Result<Arc<Direction>, PairingError>);
+/// Which direction: [`Acquaintances::serving`] or [`Acquaintances::reading`].
+type Way =
+    fn(&mut Acquaintances, &Arc<Manifest>, &Arc<Manifest>, CompatOptions) -> Result<Arc<Direction>, PairingError>;

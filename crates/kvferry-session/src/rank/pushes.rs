@@ -118,12 +118,12 @@ impl RankSession {
     }
 
     /// The engine that is written to, and what it is to ours.
-    fn serving(&mut self, order: &PushOrder) -> Result<(Arc<EngineManifest>, &mut Direction), RankFault> {
+    fn serving(&mut self, order: &PushOrder) -> Result<(Arc<EngineManifest>, Arc<Direction>), RankFault> {
         let refuse = |text: &str| fault(Stage::Plan, text);
         let Standing::Member(engine) = &self.standing else { return Err(refuse("the engine is not complete")) };
         let known = self.peers.get(&order.pairing.peer).ok_or_else(|| refuse("the order names an unknown engine"))?;
         let peer = known.manifest.clone();
-        let way = self.acquaintances.of(peer.cache()).serving(engine.cache(), peer.cache(), order.pairing.compat);
+        let way = self.acquaintances.serving(engine.cache(), peer.cache(), order.pairing.compat);
         Ok((peer, way.map_err(|e| fault(Stage::Plan, e.to_string()))?))
     }
 

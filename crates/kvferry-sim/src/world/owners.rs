@@ -64,7 +64,7 @@ impl<S: Script> World<S> {
             ..OwnerConfig::new(e.id.clone(), epoch, m.spec().clone(), m.groups().to_vec(), ranks)
         };
         match OwnerSession::new(config) {
-            Ok(owner) => e.owner = Some(owner),
+            Ok(owner) => e.owner = Some(owner.with_pairings(self.pairings.clone())),
             Err(error) => return self.violates(Violation::Unreadable { engine, error: error.to_string() }),
         }
         self.note(|_| format!("e{engine} begins"));

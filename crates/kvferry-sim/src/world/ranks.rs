@@ -74,6 +74,7 @@ impl<S: Script> World<S> {
         let epoch = self.epoch();
         let (nothing, quiet, fabric) = (self.nothing.clone(), self.quiet.clone(), self.fabric.clone());
         let (staging, admission, seed) = (self.config.staging, self.config.admission, self.config.seed);
+        let pairings = self.pairings.clone();
         let life = self.rank(engine, rank).map_or(0, |r| r.process.life) + 1;
         let clock = self.clock(&[u64::from(engine), u64::from(life), u64::from(rank) + 1]);
         let e = self.engines.get_mut(engine as usize).ok_or("no such engine")?;
@@ -99,10 +100,13 @@ impl<S: Script> World<S> {
             cache = cache.with_staging(&mut *transport, region.clone()).map_err(|e| e.to_string())?;
         }
         let who = RankIdentity { engine: id, rank: RankId::new(rank), epoch };
-        let mut session =
-            RankSession::new(who, transport, cache).with_admission(admission).map_err(|e| e.to_string())?;
+        let session = RankSession::new(who, transport, cache).with_pairings(pairings);
+        let mut session = session.with_admission(admission).map_err(|e| e.to_string())?;
         if let Some((_, config)) = staging {
             session = session.with_staging(config).map_err(|e| e.to_string())?;
+        }
+        if nothing.is_some() {
+            session = session.without_bytes();
         }
         r.process = Process::new(clock, life);
         r.session = Some(session);

@@ -6,10 +6,10 @@ impl OwnerSession {
     /// An engine that makes ever more links to us has those closed that have bound nothing, the oldest first. Gives false if
     /// all are in use: then the new one is too many.
     pub(super) fn spare_links(&mut self, new: LinkId, engine: &EngineId) -> bool {
-        let of_engine = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.peer.engine() == engine);
-        let others = self.links.links.iter().filter(|(id, l)| **id != new && l.road.is_none() && of_engine(l));
+        let others = self.links.up.to(engine).filter(|link| *link != new);
+        let others = others.filter_map(|link| Some((link, self.links.links.get(&link).filter(|l| l.road.is_none())?)));
         let mut others: Vec<(bool, Duration, LinkId)> =
-            others.map(|(id, l)| (self.leases.uses(*id), l.used, *id)).collect();
+            others.map(|(link, l)| (self.leases.uses(link), l.used, link)).collect();
         others.sort_unstable();
         let spare = others.len().saturating_sub(self.config.limits.links.max(1) - 1);
         for (in_use, _, link) in others.into_iter().take(spare) {

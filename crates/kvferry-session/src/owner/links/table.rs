@@ -1,5 +1,6 @@
 //! The links, and what is kept of each.
 
+use super::up::Up;
 use crate::owner::roads::RoadId;
 use crate::owner::timers::Timers;
 use crate::owner::{BTreeMap, Digest, Duration, EngineId, Fence, LinkId};
@@ -61,15 +62,20 @@ pub(in crate::owner) struct Links {
     pub(in crate::owner) links: BTreeMap<LinkId, Link>,
     /// When a link must be up, or is looked at whether it is still of use.
     pub(in crate::owner) due: Timers<LinkId>,
+    /// Those that are up.
+    pub(in crate::owner) up: Up,
     pub(in crate::owner) known: Acquaintances,
     pub(in crate::owner) manifests: Remembered,
 }
 
-/// Manifests of engines that we have met, with or without a link.
+/// Manifests of engines that we have met, with or without a link: one for each engine, as its former life is of no use.
 #[derive(Debug, Default)]
 pub(in crate::owner) struct Remembered {
-    pub(in crate::owner) count: u64,
-    pub(in crate::owner) by_digest: BTreeMap<Digest, (u64, Arc<EngineManifest>)>,
+    count: u64,
+    by_digest: BTreeMap<Digest, (u64, Arc<EngineManifest>)>,
+    by_engine: BTreeMap<EngineId, Digest>,
+    /// The one met longest ago first.
+    by_age: BTreeMap<u64, Digest>,
 }
 
 impl Remembered {
@@ -79,14 +85,22 @@ impl Remembered {
 
     pub(in crate::owner) fn note(&mut self, manifest: &Arc<EngineManifest>, limit: usize) {
         self.count += 1;
-        // One for each engine: its former life is of no use.
-        self.by_digest.retain(|_, (_, m)| m.engine() != manifest.engine());
+        if let Some(before) = self.by_engine.get(manifest.engine()).copied() {
+            self.remove(before);
+        }
+        self.by_engine.insert(manifest.engine().clone(), manifest.digest());
+        self.by_age.insert(self.count, manifest.digest());
         self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
         while self.by_digest.len() > limit {
-            let Some(oldest) = self.by_digest.iter().min_by_key(|(_, (count, _))| *count).map(|(d, _)| *d) else {
-                return;
-            };
-            self.by_digest.remove(&oldest);
+            let Some((_, oldest)) = self.by_age.first_key_value() else { return };
+            self.remove(*oldest);
+        }
+    }
+
+    fn remove(&mut self, digest: Digest) {
+        if let Some((age, manifest)) = self.by_digest.remove(&digest) {
+            self.by_age.remove(&age);
+            self.by_engine.remove(manifest.engine());
         }
     }
 }
@@ -159,9 +173,7 @@ impl Links {
 
     /// Those that are up and lead to an engine that pushes, whoever has made them.
     pub(in crate::owner) fn pushing_to(&self, engine: &EngineId) -> Vec<LinkId> {
-        let pushes = |e: &Established| e.peer.engine() == engine && e.abilities.has(Abilities::PUSH);
-        let leads = |l: &Link| matches!(&l.stage, Stage::Up(e) if pushes(e));
-        self.links.iter().filter(|(_, l)| leads(l)).map(|(id, _)| *id).collect()
+        self.up.to(engine).filter(|link| self.has(*link, Abilities::PUSH)).collect()
     }
 
     /// A bind was sent over a link, and nobody waits for its answer any more.
@@ -239,7 +251,7 @@ impl Links {
     /// Whether there is no link, and nothing is kept of any but manifests.
     #[cfg(test)]
     pub(in crate::owner) fn is_empty(&self) -> bool {
-        self.links.is_empty() && self.due.is_empty() && self.known.is_empty()
+        self.links.is_empty() && self.due.is_empty() && self.up.is_empty() && self.known.is_empty()
     }
 
     /// Whether a manifest is remembered, with or without a link.
@@ -253,16 +265,6 @@ impl Links {
     pub(in crate::owner) fn forget_manifests(&mut self) {
         self.manifests = Remembered::default();
     }
-
-    /// The engines that there are links to.
-    pub(in crate::owner) fn peers(&self) -> impl Iterator<Item = &Arc<EngineManifest>> {
-        peers(&self.links)
-    }
-}
-
-/// The engines at the links that are up.
-pub(in crate::owner) fn peers(links: &BTreeMap<LinkId, Link>) -> impl Iterator<Item = &Arc<EngineManifest>> {
-    links.values().filter_map(|l| if let Stage::Up(e) = &l.stage { Some(&e.peer) } else { None })
 }
 
 /// What a peer may say that can't be true, before its link is given up.

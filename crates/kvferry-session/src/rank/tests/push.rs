@@ -213,7 +213,7 @@ impl Pushing {
     fn expected(&self, marks: &Watermarks) -> Vec<Vec<u8>> {
         let (src, dst) = (self.p[0].standing(), self.d[0].standing());
         let (Standing::Member(pe), Standing::Member(de)) = (src, dst) else { panic!("they are members") };
-        let mut way = Direction::new(pe.cache().clone(), de.cache().clone(), CompatOptions::default()).unwrap();
+        let way = Direction::new(pe.cache().clone(), de.cache().clone(), CompatOptions::default()).unwrap();
         let request = BoundRequest::new(way.compatible(), World::request()).unwrap();
         let map = way.map(PeerOptions::default()).unwrap();
         let none = Watermarks::none(ITEMS as usize);
