@@ -6,9 +6,8 @@
 //!   and `states`, each with `position` (tokens), `source_slot`, `destination_slot`;
 //! - `pairs`, by destination, then source: `source`, `destination` (rank numbers), `replicas` (source ranks that hold all of
 //!   the same and were not chosen for it), `bytes`, `rows` (of the product form), `descriptors_before`,
-//!   `descriptors_after` coalescing, `descriptors_after_is_bound` (they are too many to be counted one by one, and the number
-//!   is an upper bound), `largest_descriptor` (bytes), `ways` (see below), and `classes`, each with `kind` (`"paged"` or
-//!   `"state"`), `items` (names), `heads` (first and one past the last; null for states), `parts` (of states, each with `name` and
+//!   `descriptors_after` coalescing, `largest_descriptor` (bytes; the longest run before coalescing where there are more than
+//!   2^26 of them), `ways` (see below), and `classes`, each with `kind` (`"paged"` or `"state"`), `items` (names), `heads` (first and one past the last; null for states), `parts` (of states, each with `name` and
 //!   `units`; null for paged items), `retention`, `entry_tokens`, `bytes_per_entry`, `period` (entries, null where the request's
 //!   tokens are walked) and `phases` (none for states), each with `source_block`, `destination_block` (table positions in the
 //!   period), `source_start`, `destination_start` (kernel block, entry), `loops` (`count`, `source_step`, `destination_step`),
@@ -82,8 +81,8 @@ pub(crate) struct Args {
 
 /// The longest prompt, in tokens.
 const MAX_TOKENS: i64 = 1 << 24;
-/// The most descriptors of a pair that are counted one by one.
-const COUNTED: u64 = 1 << 26;
+/// The most descriptors of a pair that are looked at one by one.
+const LOOKED_AT: u64 = 1 << 26;
 
 fn parse_pair(text: &str) -> Result<(u32, u32), String> {
     let pair = text.split_once(':').and_then(|(s, d)| Some((s.parse().ok()?, d.parse().ok()?)));
@@ -149,7 +148,8 @@ struct Pair {
     bytes: u64,
     rows: u64,
     before: u64,
-    after: Expanded,
+    after: u64,
+    largest: u64,
     ways: Choice,
 }
 
@@ -163,10 +163,10 @@ impl Plan {
         for pair in peers.pairs() {
             let plan = PairPlan::new(compatible, &peers, pair.src(), pair.dst())?;
             let batch = plan.resolve(&bound)?;
-            let after = expand(&batch);
-            let (bytes, rows, before) = (batch.bytes().get(), batch.rows(), plan.uncoalesced(&bound)?);
+            let (bytes, rows) = (batch.bytes().get(), batch.rows());
+            let (before, after, largest) = (plan.uncoalesced(&bound)?, batch.descriptors(), largest(&batch));
             let replicas = replicas(compatible, &plan);
-            pairs.push(Pair { plan, replicas, bytes, rows, before, after, ways: args.cost.compare(&batch) });
+            pairs.push(Pair { plan, replicas, bytes, rows, before, after, largest, ways: args.cost.compare(&batch) });
         }
         let dst = compatible.dst();
         let ranks = (0u32..).map(RankId::new).zip(dst.ranks()).map(|(rank, _)| rank);
@@ -197,8 +197,8 @@ impl Plan {
                 show::size(p.bytes),
                 show::count(p.rows),
                 show::count(p.before),
-                format!("{}{}", if p.after.bound { "at most " } else { "" }, show::count(p.after.count)),
-                show::size(p.after.largest),
+                show::count(p.after),
+                show::size(p.largest),
                 p.ways.best.place.to_string(),
                 show::time(p.ways.best.ns),
                 ranks(&p.replicas),
@@ -268,8 +268,8 @@ impl Plan {
         let pairs = self.pairs.iter().map(|p| {
             json!({
                 "source": p.plan.src().get(), "destination": p.plan.dst().get(), "replicas": p.replicas,
-                "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after.count,
-                "largest_descriptor": p.after.largest, "descriptors_after_is_bound": p.after.bound,
+                "bytes": p.bytes, "rows": p.rows, "descriptors_before": p.before, "descriptors_after": p.after,
+                "largest_descriptor": p.largest,
                 "ways": ways::json(&p.ways),
                 "classes": p.plan.classes().iter().map(|c| classes::json(c, compatible.dst())).collect::<Vec<_>>(),
             })
@@ -302,7 +302,7 @@ impl Plan {
             t.bytes += p.bytes;
             t.rows += p.rows;
             t.before += p.before;
-            t.after += p.after.count;
+            t.after += p.after;
         }
         t
     }
@@ -351,31 +351,20 @@ impl Random {
     }
 }
 
-/// What a transport is given one by one.
-#[derive(Clone, Copy)]
-struct Expanded {
-    count: u64,
-    largest: u64,
-    /// The count is an upper bound: there are too many to count them one by one.
-    bound: bool,
-}
-
-fn expand(batch: &Batch) -> Expanded {
-    let parts = || batch.sections().iter().flat_map(|s| &s.parts);
-    if batch.descriptors() > COUNTED {
-        let largest = parts().map(|p| p.nest.run).max().unwrap_or(0);
-        return Expanded { count: batch.descriptors(), largest, bound: true };
+/// Bytes of the largest descriptor.
+fn largest(batch: &Batch) -> u64 {
+    if batch.descriptors() > LOOKED_AT {
+        return batch.sections().iter().flat_map(|s| &s.parts).map(|p| p.nest.run).max().unwrap_or(0);
     }
     let mut cursor = batch.cursor();
     let mut buffer = vec![Descriptor::default(); 4096];
-    let mut out = Expanded { count: 0, largest: 0, bound: false };
+    let mut largest = 0;
     loop {
         let filled = cursor.fill(&mut buffer);
         if filled == 0 {
-            return out;
+            return largest;
         }
-        out.count += filled as u64;
-        out.largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(out.largest);
+        largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(largest);
     }
 }
 

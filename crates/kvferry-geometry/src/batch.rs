@@ -42,6 +42,7 @@ use arrayvec::ArrayVec;
 use crate::units::{Bytes, RegionId};
 
 mod bounds;
+mod count;
 mod cursor;
 mod slices;
 
@@ -275,7 +276,7 @@ impl Batch {
     /// Whether nothing is to be moved.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.descriptors() == 0
+        self.sections.iter().all(|s| s.bases.is_empty() || s.parts.iter().all(|p| p.pairs.is_empty()))
     }
 
     /// Bytes moved in all.
@@ -293,11 +294,10 @@ impl Batch {
         self.sections.iter().map(of_section).sum()
     }
 
-    /// Upper bound of the descriptors that [`Batch::cursor`] yields (it also merges neighbours across parts).
+    /// How many descriptors [`Batch::cursor`] yields. They are counted, not made: it takes as long as there are rows.
     #[must_use]
     pub fn descriptors(&self) -> u64 {
-        let of_section = |s: &Section| s.bases.len() as u64 * s.parts.iter().map(Part::descriptors).sum::<u64>();
-        self.sections.iter().map(of_section).sum()
+        count::descriptors(self)
     }
 
     /// A cursor at the first descriptor.

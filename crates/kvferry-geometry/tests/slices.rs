@@ -31,16 +31,18 @@ fn manifest((tp, block, style): (u32, u32, LayoutStyle)) -> Arc<Manifest> {
     Arc::new(Manifest::new(spec, vec![group], ranks).unwrap())
 }
 
-/// Neighbours joined.
+/// Neighbours joined. Each batch is counted as it is walked.
 fn flat<'a>(batches: impl IntoIterator<Item = &'a Batch>) -> Vec<Descriptor> {
     let mut all: Vec<Descriptor> = Vec::new();
     for batch in batches {
-        let (mut cursor, mut out) = (batch.cursor(), [Descriptor::default(); 64]);
+        let (mut cursor, mut out, mut count) = (batch.cursor(), [Descriptor::default(); 64], 0);
         loop {
             let n = cursor.fill(&mut out);
             if n == 0 {
+                assert_eq!(batch.descriptors(), count, "{batch:?}");
                 break;
             }
+            count += n as u64;
             for d in &out[..n] {
                 let follows = |last: &Descriptor| {
                     let end = Descriptor {

@@ -234,7 +234,7 @@ fn descriptors(batch: &BoundedBatch) -> Option<Vec<Descriptor>> {
     if count > MAX_DESCRIPTORS {
         return None;
     }
-    assert!(count as u64 <= batch.batch().descriptors());
+    assert_eq!(count as u64, batch.batch().descriptors());
     assert_eq!(out.iter().map(|d| d.len).sum::<u64>(), batch.batch().bytes().get());
     Some(out)
 }

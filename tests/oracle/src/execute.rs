@@ -308,7 +308,7 @@ fn examine(
             return Err(Finding::Cursor { src, dst, buffer, byte });
         }
         let count = flat.len() as u64;
-        if batch.descriptors() < count {
+        if batch.descriptors() != count {
             return Err(disagrees("descriptors()", batch.descriptors(), count));
         }
         if buffer != 1 && count != seen.descriptors {

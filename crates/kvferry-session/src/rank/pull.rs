@@ -300,7 +300,7 @@ impl Pull {
         if !reading.is_over() {
             return Next::Wait;
         }
-        // Neighbours may also merge across the rows of the product form; who has moved them knows.
+        // What slices cut is one nevertheless; a transport may join more.
         source.after = source.after.min(reading.descriptors().max(1));
         let since = reading.since().unwrap_or(now);
         if source.is_permuted() {

@@ -22,16 +22,19 @@ impl Rng {
     }
 }
 
-/// The runs of batches one after the other, neighbours joined: what is the same however it is cut.
+/// The runs of batches one after the other, neighbours joined: what is the same however it is cut. Each is counted as it is
+/// walked.
 fn flat<'a>(batches: impl IntoIterator<Item = &'a Batch>) -> Vec<Descriptor> {
     let mut all: Vec<Descriptor> = Vec::new();
     for batch in batches {
-        let (mut cursor, mut out) = (batch.cursor(), [Descriptor::default(); 7]);
+        let (mut cursor, mut out, mut count) = (batch.cursor(), [Descriptor::default(); 7], 0);
         loop {
             let n = cursor.fill(&mut out);
             if n == 0 {
+                assert_eq!(batch.descriptors(), count, "{batch:?}");
                 break;
             }
+            count += n as u64;
             for d in &out[..n] {
                 assert!(d.len > 0);
                 match all.last_mut() {
