@@ -35,7 +35,7 @@ use kvferry_topology::blocks;
 use serde_json::{Value, json};
 
 use crate::engine::{self, IgnoreArgs, ModelArgs, Named};
-use crate::show;
+use crate::{output, show};
 
 #[cfg(test)]
 mod handshake;
@@ -87,14 +87,14 @@ enum Format {
 }
 
 /// Exit status: they are not compatible.
-const INCOMPATIBLE: u8 = 1;
+pub(crate) const INCOMPATIBLE: u8 = 1;
 /// Exit status: there was nothing to compare. What the command line's parser says of wrong usage, too.
-const FAULTY: u8 = 2;
+pub(crate) const FAULTY: u8 = 2;
 
 /// Runs the command.
 pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     let (text, status) = report(args);
-    print!("{text}");
+    output::print(&text)?;
     Ok(ExitCode::from(status))
 }
 

@@ -18,6 +18,7 @@ mod layers;
 mod lint;
 mod mutants;
 mod native;
+mod output;
 mod plan;
 mod preflight;
 mod show;

@@ -40,7 +40,7 @@ use kvferry_models::{DEFAULT_BLOCKS, EngineDescription};
 use serde_json::{Value, json};
 
 use crate::check::{self, Outcome};
-use crate::show;
+use crate::{output, show};
 use kvferry_topology::blocks::{self, Ask, Free, Room};
 
 mod classes;
@@ -92,7 +92,7 @@ fn parse_pair(text: &str) -> Result<(u32, u32), String> {
 /// Runs the command.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let (text, ok) = report(&args)?;
-    print!("{text}");
+    output::print(&text)?;
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

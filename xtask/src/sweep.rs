@@ -1,16 +1,16 @@
 //! `cargo xtask sweep SCENARIO`: which deployments of a scenario work, and which are best.
 //!
 //! `docs/sweep.md` tells of the scenario's `[sweep]` table, and of all that is printed. Exits 0 where a candidate works, 1 where none does, 2
-//! where the scenario or the state has faults. Neither the number of threads nor an end in between changes what comes out.
+//! where the scenario or the state has faults, or the page can't be written. Neither the number of threads nor an end in between changes what comes out.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
 use kvferry_topology::report;
 use kvferry_topology::scenario::Scenario;
 use kvferry_topology::sweep::{Objective, Question, Report, Sweep};
+
+use crate::output::{self, Page};
 
 mod state;
 #[cfg(test)]
@@ -90,25 +90,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(FAULTY));
         }
     };
+    // Whether the page can be written is known before anybody waits for it.
+    let page = match args.html.as_deref().map(Page::open).transpose() {
+        Ok(page) => page,
+        Err(fault) => {
+            eprintln!("{fault:#}");
+            return Ok(ExitCode::from(FAULTY));
+        }
+    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(cores).max(1);
     let results = work::all(&sweep, state.as_mut(), &args.question(), (threads, args.events))?;
     let report = Report::new(&sweep, &results, args.question());
-    if let Some(file) = &args.html {
-        let page = report::sweep::page(&report);
-        std::fs::write(file, page).with_context(|| format!("{} can't be written", file.display()))?;
-    }
-    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let mut out = Vec::new();
     if args.json {
         report.json(&mut out, true)?;
-        writeln!(out)?;
+        out.push(b'\n');
     } else {
-        out.write_all(report::sweep::text(&report).as_bytes())?;
-        if let Some(file) = &args.html {
-            writeln!(out, "{} holds the report", file.display())?;
+        out.extend(report::sweep::text(&report).bytes());
+    }
+    if let Some(page) = page {
+        let told = page.write(&report::sweep::page(&report))?;
+        if !args.json {
+            out.extend(told.bytes());
         }
     }
-    out.flush()?;
+    output::print(&out)?;
     Ok(if results.done().1 > 0 { ExitCode::SUCCESS } else { ExitCode::from(NONE_WORKS) })
 }
 
