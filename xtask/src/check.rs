@@ -23,10 +23,9 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use kvferry_geometry::compat::{Compatible, Mismatch};
+use kvferry_geometry::compat::{Compatible, Mismatches};
 use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::PeerOptions;
-use kvferry_geometry::placement::HeadRange;
 use kvferry_geometry::spec::{Item, Retention};
 use kvferry_geometry::units::{GroupId, Name};
 use kvferry_models::{DescribeError, EngineDescription, InputErrors, ModelError};
@@ -37,6 +36,7 @@ use serde_json::{Value, json};
 use crate::engine::{self, IgnoreArgs, ModelArgs, Named};
 use crate::{output, show};
 
+mod differences;
 #[cfg(test)]
 mod handshake;
 mod junit;
@@ -44,6 +44,8 @@ mod rules;
 mod sarif;
 #[cfg(test)]
 mod tests;
+
+use differences::Difference;
 
 /// Two engines.
 #[derive(clap::Args)]
@@ -129,24 +131,6 @@ struct Fault {
     text: String,
 }
 
-/// One thing that differs.
-struct Difference {
-    item: Name,
-    field: &'static str,
-    component: Option<Name>,
-    source: String,
-    destination: String,
-    change: &'static str,
-    /// As a running engine says it.
-    reason: String,
-}
-
-/// Items that differ alike.
-struct Alike<'a> {
-    first: &'a Difference,
-    items: Vec<&'a str>,
-}
-
 /// All that can be said of two descriptions.
 pub(crate) struct Outcome {
     /// As they stand on the command line; the files, where they are files.
@@ -185,7 +169,7 @@ impl Outcome {
             let met = direction.and_then(|d| d.map(PeerOptions::default()).map(|_| d.compatible().clone()));
             match met {
                 Ok(compatible) => out.compatible = Some(compatible),
-                Err(PairingError::Mismatch(found)) => out.differences = found.0.iter().map(difference).collect(),
+                Err(PairingError::Mismatch(found)) => out.differences = found.0.iter().map(differences::of).collect(),
                 Err(error) => out.differences.push(Difference {
                     item: src.manifest.spec().items().first().map_or_else(|| "".into(), |i| i.name.clone()),
                     field: "tokens",
@@ -209,22 +193,6 @@ impl Outcome {
         }
     }
 
-    /// What differs, each with all items that differ so, in order of the first.
-    fn alike(&self) -> Vec<Alike<'_>> {
-        let mut told: Vec<Alike<'_>> = Vec::new();
-        for d in &self.differences {
-            let alike = |o: &Difference| {
-                (o.field, &o.component, &o.source, &o.destination, o.change)
-                    == (d.field, &d.component, &d.source, &d.destination, d.change)
-            };
-            match told.iter_mut().find(|t| alike(t.first)) {
-                Some(t) => t.items.push(d.item.as_str()),
-                None => told.push(Alike { first: d, items: vec![d.item.as_str()] }),
-            }
-        }
-        told
-    }
-
     /// The outcome for an operator, its verdict last.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
@@ -246,10 +214,7 @@ impl Outcome {
         for fault in &self.faults {
             out.push_str(&format!("{}: {}\n", fault.side, fault.text));
         }
-        for alike in self.alike() {
-            out.push_str(&alike.heading());
-            out.push_str(&alike.text());
-        }
+        out.push_str(&differences::text(&self.differences));
         out.push_str(&self.verdict());
         out.push('\n');
         out
@@ -409,6 +374,11 @@ fn list<T: ToString>(values: &[T]) -> String {
     values.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
 }
 
+/// What stands between two engines, as the command tells it.
+pub(crate) fn mismatches_text(found: &Mismatches) -> String {
+    differences::text(&found.0.iter().map(differences::of).collect::<Vec<_>>())
+}
+
 fn faults_of(side: &'static str, engine: &Named, error: &DescribeError) -> Vec<Fault> {
     let plain = |text: &str| Fault {
         side,
@@ -431,97 +401,5 @@ fn faults_of(side: &'static str, engine: &Named, error: &DescribeError) -> Vec<F
             list.iter().map(fault).collect()
         }
         other => other.to_string().lines().map(plain).collect(),
-    }
-}
-
-fn difference(m: &Mismatch) -> Difference {
-    const MODEL: &str = "describe one model on both sides";
-    let item = m.item().clone();
-    let differs = |field, component: Option<&Name>, source: String, destination: String, change| Difference {
-        item: item.clone(),
-        field,
-        component: component.cloned(),
-        source,
-        destination,
-        change,
-        reason: m.to_string(),
-    };
-    let whole = |field, source, destination, change| differs(field, None, source, destination, change);
-    match m {
-        Mismatch::MissingAtSource { shape, .. } => whole(
-            "item",
-            "doesn't have it".into(),
-            shape.clone(),
-            "give both the same model, layers, mtp and draft; or ignore what only the destination has (--ignore-destination-only)",
-        ),
-        Mismatch::MissingAtDestination { shape, .. } => whole(
-            "item",
-            shape.clone(),
-            "doesn't have it".into(),
-            "give both the same model, layers, mtp and draft; or ignore what only the source has (--ignore-source-only)",
-        ),
-        Mismatch::Kind { src, dst, .. } => whole("kind", src.clone(), dst.clone(), MODEL),
-        Mismatch::Count { what, src, dst, .. } => {
-            whole("count", format!("{} {what}", show::count(*src)), format!("{} {what}", show::count(*dst)), MODEL)
-        }
-        Mismatch::Retention { src, dst, .. } => {
-            let change = "describe one model, with one window or chunk, on both sides";
-            whole("retention", src.to_string(), dst.to_string(), change)
-        }
-        Mismatch::Components { src, dst, .. } => whole(
-            "components",
-            list(src),
-            list(dst),
-            "use one kind of attention, one indexer type and one kind of scales on both sides",
-        ),
-        Mismatch::Width { component, src, dst, .. } => {
-            let change = "use one type (kv_dtype, indexer, conv_dtype, state_dtype) and one head size on both sides";
-            differs("width", Some(component), src.to_string(), dst.to_string(), change)
-        }
-        Mismatch::Encoding { component, src, dst, .. } => {
-            let change = "use one type (kv_dtype, indexer, conv_dtype, state_dtype) on both sides; nothing is converted on the way";
-            differs("encoding", Some(component), src.to_string(), dst.to_string(), change)
-        }
-        Mismatch::Coverage { component, src, dst, .. } => {
-            let change = "use one kind of scales and one scale_block on both sides; a scale can't be split or joined";
-            differs("coverage", Some(component), src.clone(), dst.clone(), change)
-        }
-        Mismatch::SharedValue { component, src, dst, .. } => {
-            let heads = |list_of: &[HeadRange]| format!("ranks hold heads {}", list(list_of));
-            let change =
-                "use one tensor-parallel size on both sides, or scales for each head (per-block-head, per-token-head)";
-            differs("shared", Some(component), heads(src), heads(dst), change)
-        }
-        Mismatch::NothingInCommon { src, dst, .. } => {
-            let held = show::number_of(*src, "item");
-            let wanted = format!("{}, and none of them is among the source's", show::number_of(*dst, "item"));
-            whole("model", held, wanted, MODEL)
-        }
-        other => whole("other", other.to_string(), other.to_string(), "make both sides agree"),
-    }
-}
-
-impl Difference {
-    /// What differs, in words.
-    fn what(&self) -> String {
-        let what = rules::of(self.field).what;
-        match &self.component {
-            Some(component) => format!("{what} of {component}"),
-            None => what.into(),
-        }
-    }
-}
-
-impl Alike<'_> {
-    /// What differs where.
-    fn heading(&self) -> String {
-        let count = show::number_of(self.items.len(), "item");
-        format!("{} differs in {count}: {}\n", self.first.what(), show::names(self.items.iter().copied()))
-    }
-
-    /// Both values, and what to change.
-    fn text(&self) -> String {
-        let d = self.first;
-        format!("    source       {}\n    destination  {}\n    change       {}\n", d.source, d.destination, d.change)
     }
 }

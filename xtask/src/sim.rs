@@ -1,6 +1,6 @@
 //! `cargo xtask sim SCENARIO`: what a deployment would do, before it is deployed.
 //!
-//! Exits 0 where an answer was made, whatever it says; 1 where the engines can't hand over to each other; 2
+//! Exits 0 where an answer was made, whatever it says; 1 where the engines can't hand over to each other, in the words of `check`; 2
 //! where the scenario, its trace or the page's file has faults, or the usage is wrong; 3 where something else kept it from an answer.
 //! `--json` prints `kvferry_topology::answer::Answer`, the page of `--html` shows the same figures and holds the same JSON.
 
@@ -16,7 +16,7 @@ use kvferry_topology::run::{Engine, SimError, run as simulate};
 use kvferry_topology::scenario::{Scenario, ScenarioError, ScenarioErrors};
 use kvferry_topology::traffic::TrafficError;
 
-use crate::check::{FAULTY, INCOMPATIBLE};
+use crate::check::{self, FAULTY, INCOMPATIBLE};
 use crate::output::{self, Page};
 
 #[cfg(test)]
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// What the command prints.
 fn told(args: &Args) -> Result<String, Refused> {
-    let mut scenario = Scenario::from_file(&args.scenario).map_err(|e| Refused(status(&e), e.to_string()))?;
+    let mut scenario = Scenario::from_file(&args.scenario).map_err(|e| Refused(status(&e), faults(&e)))?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
     let engine = if args.analytic { Engine::Analytic } else { Engine::Events };
     // Whether the page can be written is known before anybody waits for it.
@@ -97,6 +97,17 @@ fn status(errors: &ScenarioErrors) -> u8 {
     if errors.0.iter().all(mismatch) { INCOMPATIBLE } else { FAULTY }
 }
 
+/// The faults of a scenario, one below the other; what differs between its engines as `check` says it.
+pub(crate) fn faults(errors: &ScenarioErrors) -> String {
+    let fault = |error: &ScenarioError| match error {
+        ScenarioError::Mismatch(found) => {
+            format!("D cannot take over P's cache:\n{}", check::mismatches_text(found))
+        }
+        other => format!("{other}\n"),
+    };
+    errors.0.iter().map(fault).collect()
+}
+
 fn refused(error: SimError) -> Refused {
     let text = format!("error: {error}");
     let traffic = match error {
@@ -110,7 +121,7 @@ fn refused(error: SimError) -> Refused {
     };
     match traffic {
         TrafficError::Mismatch(found) | TrafficError::Pairing(PairingError::Mismatch(found)) => {
-            Refused(INCOMPATIBLE, ScenarioError::Mismatch(found).to_string())
+            Refused(INCOMPATIBLE, faults(&ScenarioError::Mismatch(found).into()))
         }
         TrafficError::Pairing(_) => Refused(INCOMPATIBLE, text),
         // A request that these engines can't serve.

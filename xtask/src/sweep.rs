@@ -11,6 +11,7 @@ use kvferry_topology::scenario::Scenario;
 use kvferry_topology::sweep::{Objective, Question, Report, Sweep};
 
 use crate::output::{self, Page};
+use crate::sim;
 
 mod state;
 #[cfg(test)]
@@ -126,7 +127,7 @@ impl Args {
 }
 
 fn sweep(args: &Args) -> Result<Sweep, String> {
-    let mut scenario = Scenario::from_file(&args.scenario).map_err(|e| e.to_string())?;
+    let mut scenario = Scenario::from_file(&args.scenario).map_err(|e| sim::faults(&e))?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
     Sweep::new(scenario, &args.scenario.display().to_string()).map_err(|e| e.to_string())
 }

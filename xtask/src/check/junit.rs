@@ -6,6 +6,7 @@
 //! are skipped then; a rule that is broken is a failure, with all that differs.
 
 use super::Outcome;
+use super::differences::alike;
 use super::rules::{DESCRIPTION, RULES};
 use crate::engine::Named;
 use crate::show;
@@ -25,7 +26,7 @@ pub(super) fn report(outcome: &Outcome) -> String {
         };
         cases.add(&format!("{side}: the description is sound"), Some(named), ends);
     }
-    let alike = outcome.alike();
+    let alike = alike(&outcome.differences);
     for rule in RULES {
         let broken: Vec<_> = alike.iter().filter(|a| a.first.field == rule.field).collect();
         let ends = match broken.as_slice() {

@@ -8,8 +8,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use super::differences::{Alike, alike};
 use super::rules::{DESCRIPTION, RULES, Rule};
-use super::{Alike, Fault, Outcome};
+use super::{Fault, Outcome};
 use crate::engine::Named;
 use crate::show;
 
@@ -19,7 +20,7 @@ const SCHEMA: &str = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os
 pub(super) fn log(outcome: &Outcome) -> Value {
     let rules: Vec<&Rule> = std::iter::once(&DESCRIPTION).chain(RULES).collect();
     let faults = outcome.faults.iter().map(fault);
-    let differences = outcome.alike().into_iter().map(|a| difference(outcome, &a, &rules));
+    let differences = alike(&outcome.differences).into_iter().map(|a| difference(outcome, &a, &rules));
     let results: Vec<Value> = faults.chain(differences).collect();
     json!({
         "$schema": SCHEMA,

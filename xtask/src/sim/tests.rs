@@ -5,6 +5,7 @@ use std::path::Path;
 use kvferry_session::pairing::PairingError;
 
 use super::*;
+use crate::check::Outcome;
 
 const LLAMA: &str = "model = \"llama-3.1-70b\"\nengine = \"tp=4\"\nkv_gib = 2";
 
@@ -19,6 +20,34 @@ fn scenario(dir: &Path, decode: &str, load: &str) -> Args {
 }
 
 const FEW: &str = "requests = 3\nper_s = 1\nprompt = 100\noutput = 5";
+
+#[test]
+fn mismatches_are_grouped_as_check_groups_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = scenario(dir.path(), &format!("{LLAMA}\nkv_dtype = \"fp8\""), FEW);
+    let Refused(status, text) = told(&args).unwrap_err();
+    assert_eq!(status, INCOMPATIBLE);
+    // 80 layers, K and V, each with another width and another encoding.
+    assert!(text.lines().count() < 20, "{text}");
+    assert!(text.contains("model.layers.{0-79}.self_attn.attn"), "{text}");
+
+    let describe = |name: &str, more: &str| {
+        let path = dir.path().join(name);
+        let text = format!("model = \"llama-3.1-70b\"\nparallel = \"tp=4\"\nblocks = 16\n{more}");
+        std::fs::write(&path, text).unwrap();
+        check::Args {
+            source: crate::engine::Named::File(path.clone()),
+            destination: crate::engine::Named::File(path),
+            model: crate::engine::ModelArgs::default(),
+            ignore: crate::engine::IgnoreArgs::default(),
+            json: false,
+        }
+    };
+    let (p, d) = (describe("p.toml", ""), describe("d.toml", "kv_dtype = \"fp8\""));
+    let outcome = Outcome::new(&check::Args { destination: d.destination, ..p }, |_| Ok(()));
+    let differs = text.strip_prefix("D cannot take over P's cache:\n").unwrap();
+    assert!(outcome.text().contains(differs), "{}\nis not what stands in\n{}", differs, outcome.text());
+}
 
 #[test]
 fn the_exit_status_says_whose_fault_it_is() {
