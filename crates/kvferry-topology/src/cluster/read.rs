@@ -84,49 +84,48 @@ macro_rules! figures {
     };
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-struct MachineTable {
-    preset: Option<String>,
-    nodes: Option<u64>,
-    gpu: Option<GpuTable>,
-    nvlink: Option<NvLinkTable>,
-    pcie: Option<PcieTable>,
-    host: Option<HostTable>,
-    nic: Option<NicTable>,
-}
+/// The table of a machine, and that of a whole file, which has the same keys at its top where there is but one kind. (Were they
+/// flattened, unknown keys would pass.)
+macro_rules! machine_and_file {
+    ($($key:ident: $type:ty),* $(,)?) => {
+        #[derive(Clone, Debug, Default, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        struct MachineTable { $($key: Option<$type>),* }
 
-/// A whole file. The keys of a machine stand at its top where there is but one kind.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-struct FileTable {
-    name: Option<String>,
-    preset: Option<String>,
-    nodes: Option<u64>,
-    gpu: Option<GpuTable>,
-    nvlink: Option<NvLinkTable>,
-    pcie: Option<PcieTable>,
-    host: Option<HostTable>,
-    nic: Option<NicTable>,
-    fabric: Option<FabricTable>,
-    control: Option<ControlTable>,
-    machine: Vec<MachineTable>,
-}
-
-impl FileTable {
-    /// Its machine, where that stands at the top.
-    fn at_top(&mut self) -> MachineTable {
-        MachineTable {
-            preset: self.preset.take(),
-            nodes: self.nodes.take(),
-            gpu: self.gpu.take(),
-            nvlink: self.nvlink.take(),
-            pcie: self.pcie.take(),
-            host: self.host.take(),
-            nic: self.nic.take(),
+        impl MachineTable {
+            fn is_empty(&self) -> bool {
+                $(self.$key.is_none())&&*
+            }
         }
-    }
+
+        #[derive(Clone, Debug, Default, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        struct FileTable {
+            name: Option<String>,
+            fabric: Option<FabricTable>,
+            control: Option<ControlTable>,
+            machine: Vec<MachineTable>,
+            $($key: Option<$type>),*
+        }
+
+        impl FileTable {
+            /// Its machine, where that stands at the top.
+            fn at_top(&mut self) -> MachineTable {
+                MachineTable { $($key: self.$key.take()),* }
+            }
+        }
+    };
 }
+
+machine_and_file!(
+    preset: String,
+    nodes: u64,
+    gpu: GpuTable,
+    nvlink: NvLinkTable,
+    pcie: PcieTable,
+    host: HostTable,
+    nic: NicTable,
+);
 
 impl MachineTable {
     fn over(self, base: Self) -> Self {
@@ -169,7 +168,7 @@ fn whole(faults: Faults, mut file: FileTable) -> Result<Parts, ClusterErrors> {
     let mut reader = Reader { faults, at: String::new() };
     let many = !file.machine.is_empty();
     let top = file.at_top();
-    if many && has_any(&top) {
+    if many && !top.is_empty() {
         let why = "machines stand at the top of the file and in [[machine]]; put all of them into [[machine]]";
         reader.fault("machine", ClusterFault::Contradiction(why.into()));
     }
@@ -205,11 +204,6 @@ fn merged<T>(a: Option<T>, b: Option<T>, over: impl Fn(T, T) -> T) -> Option<T> 
         (Some(a), Some(b)) => Some(over(a, b)),
         (a, b) => a.or(b),
     }
-}
-
-fn has_any(t: &MachineTable) -> bool {
-    let links = t.nvlink.is_some() || t.pcie.is_some() || t.host.is_some() || t.nic.is_some();
-    t.preset.is_some() || t.nodes.is_some() || t.gpu.is_some() || links
 }
 
 struct Reader {
