@@ -20,7 +20,7 @@ use crate::answer::{Answer, Cost, Gantt, GanttRow};
 use crate::cluster::Route;
 use crate::lives::{self, Found, Life};
 use crate::load::{Load, LoadErrors, Prefix, PrefixCache};
-use crate::number::whole;
+use crate::number::nearest;
 use crate::scenario::{Choice, Mode, Scenario, Stream, figures};
 use crate::traffic::{Part, Sizes, Traffic, TrafficError};
 
@@ -133,7 +133,7 @@ pub(crate) fn analyse_with(
         life.taken = Some(if s.transfer.stream == Stream::None { to } else { from });
         life.delivered = Some(delivered);
         life.released = Some(delivered);
-        life.room = whole(decode.bytes_per_token * (request.prompt + request.output) as f64 + decode.bytes_per_state);
+        life.room = nearest(decode.bytes_per_token * (request.prompt + request.output) as f64 + decode.bytes_per_state);
         let token = s.decode_time.step(1, request.prompt + request.output / 2).as_secs_f64();
         life.first_token = Some(delivered + token);
         life.decoded = Some(delivered + token * request.output as f64);
@@ -143,7 +143,7 @@ pub(crate) fn analyse_with(
     let found = Found {
         engine: "analytic",
         moved: moved.into_iter().map(|((src, dst), moved)| PairMoved { src, dst, moved }).collect(),
-        links: used.iter().map(|n| (whole(*n), Vec::new())).collect(),
+        links: used.iter().map(|n| (nearest(*n), Vec::new())).collect(),
         sizes: sizes.descriptors(),
         gantt: shown.and_then(|(i, parts)| gantt(i, lives.get(i)?, &parts)),
         messages: sent,
@@ -198,7 +198,7 @@ fn prefills(s: &Scenario, load: &Load) -> (Vec<Life>, Vec<(u32, u32)>) {
             *slot = end;
         }
         if s.router.prefill == Choice::LeastLoaded && !blocks {
-            free.push(Reverse((whole(end * 1e9), p)));
+            free.push(Reverse((nearest(end * 1e9), p)));
         }
         let d = u32::try_from(i as u64 % u64::from(s.decode.engines.max(1))).unwrap_or(0);
         let decode_hit = there.get_mut(d as usize).map_or(0, |cache| {

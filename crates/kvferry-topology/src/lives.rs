@@ -8,7 +8,7 @@ use crate::answer::{
     Answer, Cost, Descriptors, Gantt, LinkUse, MOST_PAIRS, Pair, Pools, Requests, SLICES, Side, TIMES, Times, Traffic,
 };
 use crate::cluster::LinkKind;
-use crate::number::{place, whole};
+use crate::number::{nearest, place};
 use crate::scenario::{Fleet, Scenario};
 use crate::warn;
 
@@ -170,7 +170,7 @@ pub(crate) fn spread(name: &str, mut list: Vec<f64>) -> Times {
 
 /// Ten bars to a decade, from a microsecond on.
 fn bars(sorted: &[f64]) -> Vec<(f64, u64)> {
-    let step = |x: f64| if x <= 1e-6 { 0 } else { whole(((x / 1e-6).log10() * 10.0 - 1e-9).ceil()) };
+    let step = |x: f64| if x <= 1e-6 { 0 } else { nearest(((x / 1e-6).log10() * 10.0 - 1e-9).ceil()) };
     let (Some(first), Some(last)) = (sorted.first(), sorted.last()) else { return Vec::new() };
     let mut counts: BTreeMap<u64, u64> = (step(*first)..=step(*last)).map(|k| (k, 0)).collect();
     for x in sorted {

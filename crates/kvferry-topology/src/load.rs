@@ -156,12 +156,6 @@ impl Load {
     }
 }
 
-/// A number without its fraction: 0 for what is less or no number, the largest for what is more.
-#[expect(clippy::cast_possible_truncation, reason = "cutting off is what it is for, and the cast saturates")]
-pub(crate) fn whole(n: f64) -> u64 {
-    n as u64
-}
-
 /// Seconds as a time; what isn't a time (less than nothing, not a number) is none, and what is too long the longest.
 pub(crate) fn seconds(s: f64) -> Duration {
     /// Thirty years: whatever takes longer never ends for any purpose here.

@@ -35,6 +35,7 @@ use crate::analytic::{self, AnalyticError};
 use crate::events;
 use crate::load::prefill::PrefillTime;
 use crate::load::{DecodeModel, Load, LoadErrors, PrefillModel};
+use crate::number::cut;
 use crate::scenario::{Broken, Fleet, Scenario, ScenarioErrors, Transfer, figures};
 use crate::traffic::{Traffic, TrafficError};
 
@@ -235,13 +236,8 @@ impl Sweep {
         let ranks = d.shape.tp.saturating_mul(d.shape.pp).max(1);
         let (usable, each) = (gpu.hbm_gib * share, gib / f64::from(ranks));
         let left = (usable - each) * f64::from(1u32 << 30);
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "whole bytes; a cast from a float saturates"
-        )]
         if left >= 1.0 {
-            return Ok(left as u64);
+            return Ok(cut(left));
         }
         let text = format!(
             "{}: a rank has {each:.1} GiB of {gib} GiB of weights (tp x pp = {ranks}), and of a GPU's {} GiB {usable:.1} GiB may be used; \

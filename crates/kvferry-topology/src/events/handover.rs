@@ -10,7 +10,7 @@ use kvferry_sim::world::{World, key};
 
 use super::{Deployment, Event, over, seconds};
 use crate::blocks::Ask;
-use crate::number::whole;
+use crate::number::nearest;
 use crate::scenario::{Choice, Mode};
 
 /// The router gives a request to an engine of D.
@@ -106,7 +106,7 @@ fn pull(world: &mut World<Deployment>, i: u32, d: u32, blocks: Taken) {
     let Some(fence) = r.fence.clone() else { return };
     r.life.decode_hit = cached;
     r.life.taken = Some(at);
-    r.life.room = whole(per_token * (wanted.prompt + wanted.output) as f64 + per_state);
+    r.life.room = nearest(per_token * (wanted.prompt + wanted.output) as f64 + per_state);
     r.dst = Some(blocks);
     let wish = PullWish {
         address: World::<Deployment>::address(r.p),

@@ -7,7 +7,7 @@ use kvferry_sim::world::World;
 use super::{Deployment, Event};
 use crate::answer::SLICES;
 use crate::cluster::Cluster;
-use crate::number::{short, whole};
+use crate::number::{nearest, short};
 
 /// The most looks that are kept: then every other one is forgotten, and the next are twice as far apart.
 const MOST: usize = 4 * SLICES;
@@ -50,7 +50,7 @@ impl Samples {
             } else {
                 Vec::new()
             };
-            out.push((whole(*all), over_time));
+            out.push((nearest(*all), over_time));
         }
         out
     }

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kvferry_sim::rng::Rng;
 
-use super::{Load, LoadRequest, MAX_TOKENS, Prefix, seconds, whole};
+use super::{Load, LoadRequest, MAX_TOKENS, Prefix, seconds};
+use crate::number::{cut, nearest};
 
 /// When requests arrive.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -86,7 +87,7 @@ impl Length {
             Self::Uniform { low, high } => rng.between(*low, *high),
             Self::LogNormal { median, p99, most } => {
                 let sigma = (p99 / median).ln() / Z99;
-                whole((median.ln() + sigma * normal(rng)).exp().round()).min(*most)
+                nearest((median.ln() + sigma * normal(rng)).exp()).min(*most)
             }
             Self::Empirical(list) => rng.pick(list).copied().unwrap_or(1),
         };
@@ -118,7 +119,7 @@ impl Hits {
 
     /// The hit of one prompt.
     pub fn draw(&self, prompt: u64, rng: &mut Rng) -> u64 {
-        if unit(rng) > self.chance { 0 } else { whole(prompt as f64 * self.share).min(prompt) }
+        if unit(rng) > self.chance { 0 } else { cut(prompt as f64 * self.share).min(prompt) }
     }
 }
 

@@ -4,7 +4,8 @@ use serde::Deserialize;
 
 use super::fault::{Fault, Faults, clip};
 use super::trace::Format;
-use super::{MAX_TOKENS, Prefix, date, whole};
+use super::{MAX_TOKENS, Prefix, date};
+use crate::number::nearest;
 
 /// The most block ids of one trace: 256 MiB of them.
 pub(crate) const MAX_BLOCK_IDS: u64 = 32 << 20;
@@ -100,7 +101,7 @@ impl At<'_> {
         const MOST: u64 = 1_000_000_000_000_000_000;
         let most = MOST / u64::from(each);
         if (0.0..=most as f64).contains(&got) {
-            return i64::try_from(whole((got * f64::from(each)).round())).ok();
+            return i64::try_from(nearest(got * f64::from(each))).ok();
         }
         self.range(key, got, 0, most);
         None

@@ -1,5 +1,7 @@
 //! Numbers with units, to three digits, and names that are safe to print.
 
+use crate::number::nearest;
+
 const SIZES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 const RATES: [&str; 6] = ["B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"];
 const WORK: [&str; 4] = ["/s", "k/s", "M/s", "G/s"];
@@ -55,8 +57,7 @@ impl As {
 }
 
 fn whole(value: f64) -> Option<u64> {
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a cast from a float saturates")]
-    (value.is_finite() && value >= 0.0).then(|| value.round() as u64)
+    (value.is_finite() && value >= 0.0).then(|| nearest(value))
 }
 
 /// A number with separators: `65,536`.

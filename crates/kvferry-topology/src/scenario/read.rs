@@ -15,7 +15,7 @@ use super::{
 };
 use crate::cluster::{Calibration, Cluster};
 use crate::load::{DecodeTable, LoadTable, PrefillTable};
-use crate::number::whole;
+use crate::number::nearest;
 use crate::sweep::SweepTable;
 
 /// The most bytes of a scenario.
@@ -305,7 +305,7 @@ fn engine<T: Default>(key: &'static str, said: &Side<T>, dir: &Path, faults: &mu
     overrule(key, said, &mut d, faults);
     let explicit = said.kv_gib.is_none() && d.blocks.is_some();
     let gib = faults.number(&format!("{key}.kv_gib"), said.kv_gib, (1e-3, 1e5, DEFAULT_KV_GIB));
-    let kv_bytes = (!explicit).then(|| whole(gib * f64::from(1u32 << 30)));
+    let kv_bytes = (!explicit).then(|| nearest(gib * f64::from(1u32 << 30)));
     let manifest = faults.take(Fleet::fitted(&mut d, kv_bytes).map_err(failed))?;
     Some((d, manifest, kv_bytes))
 }
@@ -384,7 +384,7 @@ fn transfer(said: &TransferTable, faults: &mut Faults<'_>) -> Transfer {
     }
     let mib = |faults: &mut Faults<'_>, key: &str, got: Option<f64>, usual: Bytes| {
         let usual = usual.get() as f64 / f64::from(1 << 20);
-        Bytes::new(whole(faults.number(key, got, (1e-3, 1e6, usual)) * f64::from(1 << 20)))
+        Bytes::new(nearest(faults.number(key, got, (1e-3, 1e6, usual)) * f64::from(1 << 20)))
     };
     let mut admission = usual.admission;
     admission.slice = mib(faults, "transfer.slice_mib", said.slice_mib, admission.slice);
