@@ -31,7 +31,7 @@ pub struct Answer {
     pub compared: Vec<Compared>,
     /// What goes from which rank to which.
     pub traffic: Traffic,
-    /// Every link that carried anything, the fullest first.
+    /// Every link that carried anything, the [fullest](LinkUse::fullest) first.
     pub links: Vec<LinkUse>,
     /// Sizes of what a transport is given, before and after neighbours are joined.
     pub descriptors: Descriptors,
@@ -195,10 +195,24 @@ pub struct LinkUse {
     pub bytes: u64,
     /// Mean share of the capacity over the span, 0 to 1.
     pub mean: f64,
-    /// Share of the capacity in the busiest of [`SLICES`] equal parts of the span, 0 to 1.
-    pub peak: f64,
+    /// Share of the capacity in the busiest of [`SLICES`] equal parts of the span, 0 to 1; `None` where the engine knows no time.
+    #[serde(default)]
+    pub peak: Option<f64>,
     /// The share in each of those parts; empty where the engine knows no time.
     pub over_time: Vec<f32>,
+}
+
+impl LinkUse {
+    /// How full it was when it was fullest, so far as that is known: at its peak, else on average.
+    #[must_use]
+    pub fn fullest(&self) -> f64 {
+        self.peak.unwrap_or(self.mean)
+    }
+
+    /// Which of some links is used most on average; the first of equals.
+    pub(crate) fn busiest<'a>(links: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
+        links.into_iter().reduce(|most, link| if link.mean > most.mean { link } else { most })
+    }
 }
 
 /// Into how many parts the span is cut for [`LinkUse::over_time`] and [`Pools`].

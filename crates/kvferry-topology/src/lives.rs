@@ -194,12 +194,16 @@ fn links(s: &Scenario, used: &[(u64, Vec<f32>)], span: f64) -> Vec<LinkUse> {
                 capacity: link.capacity(),
                 bytes: *amount,
                 mean,
-                peak: over_time.iter().copied().fold(0.0f32, f32::max).into(),
+                peak: over_time.iter().copied().reduce(f32::max).map(f64::from),
                 over_time: over_time.clone(),
             }
         })
         .collect();
-    out.sort_by(|a, b| b.mean.total_cmp(&a.mean).then_with(|| a.name.cmp(&b.name)));
+    // A link that was full for a while is where requests waited, however idle the rest of the span was.
+    out.sort_by(|a, b| {
+        let (a_first, b_first) = ((a.fullest(), a.mean), (b.fullest(), b.mean));
+        b_first.0.total_cmp(&a_first.0).then(b_first.1.total_cmp(&a_first.1)).then_with(|| a.name.cmp(&b.name))
+    });
     out
 }
 

@@ -1,11 +1,15 @@
 //! What an operator should look at, and what to change.
 
-use crate::answer::{Answer, Times, Warning};
+use crate::answer::{Answer, LinkUse, Times, Warning};
 use crate::lives::carries_bytes;
 use crate::scenario::{Mode, Scenario, Stream};
 
 /// A link that is used so much on average is full most of the time that it is wanted.
 const HOT: f64 = 0.7;
+/// What works no longer than so on average slows nobody, unless it has a peak above the other.
+const IDLE: f64 = 0.01;
+/// See [`IDLE`].
+const IDLE_PEAK: f64 = 0.1;
 /// So much of D's pool in use leaves no room for a burst.
 const FULL: f64 = 0.9;
 /// Descriptors of fewer bytes are costly on every transport that was measured.
@@ -25,7 +29,10 @@ impl List {
 pub(crate) fn warnings(s: &Scenario, a: &Answer) -> Vec<Warning> {
     let mut out = List(Vec::new());
     if a.engine == "analytic" && !s.failures.is_empty() {
-        let text = format!("the closed form does not look at the scenario's {} failures", s.failures.len());
+        let text = format!(
+            "the closed form does not look at the failures of the scenario, of which there are {}",
+            s.failures.len()
+        );
         out.add("not-simulated", text, "simulate by events (without --analytic)");
     }
     lost(a, &mut out);
@@ -83,7 +90,8 @@ fn saturated(s: &Scenario, a: &Answer, out: &mut List) {
 }
 
 fn links(s: &Scenario, a: &Answer, out: &mut List) {
-    if let Some(hot) = a.links.iter().find(|l| carries_bytes(&l.kind)).filter(|l| l.mean > HOT) {
+    let of_bytes = |bytes: bool| a.links.iter().filter(move |l| carries_bytes(&l.kind) == bytes);
+    if let Some(hot) = LinkUse::busiest(of_bytes(true)).filter(|l| l.mean > HOT) {
         let change = match hot.kind.as_str() {
             "uplink" => {
                 "keep P and D on the same rails (same TP, or ranks placed so that each reads its own rail), or less oversubscription"
@@ -96,22 +104,21 @@ fn links(s: &Scenario, a: &Answer, out: &mut List) {
             }
             _ => "put P's and D's engines farther apart, or on more GPUs",
         };
-        out.add(
-            "hot-link",
-            format!("{} is used {} on average, {} at its peak", hot.name, percent(hot.mean), percent(hot.peak)),
-            change,
-        );
+        let peak = hot.peak.map_or_else(String::new, |peak| format!(", {} at its peak", percent(peak)));
+        out.add("hot-link", format!("{} is used {} on average{peak}", hot.name, percent(hot.mean)), change);
     }
-    let busiest = |bytes: bool| a.links.iter().find(|l| carries_bytes(&l.kind) == bytes);
-    let carried = busiest(true).map_or(0.0, |l| l.mean);
-    if let Some(work) = busiest(false).filter(|l| l.mean > (1.5 * carried).max(0.01)) {
+    // The fullest stand first. Where little is handed over, the means are of the time in between.
+    let (carried, when) =
+        of_bytes(true).next().map_or((0.0, ""), |l| (l.fullest(), if l.peak.is_some() { " at its peak" } else { "" }));
+    let works = |l: &&LinkUse| (l.mean > IDLE || l.peak.is_some_and(|p| p > IDLE_PEAK)) && l.fullest() > 1.5 * carried;
+    if let Some(work) = of_bytes(false).next().filter(works) {
         out.add(
             "descriptors",
             format!(
-                "{} works through descriptors {:.1} % of the time, the fullest link carries bytes {:.1} % of it: transfers wait for \
-                 descriptors, not for bandwidth",
+                "{} works through descriptors {:.1} % of the time{when}, the fullest link carries bytes {:.1} % of it{when}: transfers \
+                 wait for descriptors, not for bandwidth",
                 work.name,
-                work.mean * 100.0,
+                work.fullest() * 100.0,
                 carried * 100.0
             ),
             "fewer, larger descriptors: equal block sizes and layouts on both sides, or staging",
@@ -167,7 +174,12 @@ fn shape(a: &Answer, out: &mut List) {
     if all > 0 && small * 2 > all {
         out.add(
             "small-descriptors",
-            format!("{} of the descriptors are smaller than {} KiB", percent(small as f64 / all as f64), SMALL >> 10),
+            format!(
+                "{} of the descriptors of the {} requests that were measured are smaller than {} KiB",
+                percent(small as f64 / all as f64),
+                d.requests,
+                SMALL >> 10
+            ),
             "equal block sizes and layouts on both sides (heads outermost where TP differs), or staging",
         );
     }
@@ -190,3 +202,6 @@ fn shape(a: &Answer, out: &mut List) {
         );
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,11 +53,10 @@ pub(super) fn sentences(data: &Data) -> String {
             " The fullest link is <code>{}</code>: {mean} of its capacity over the span",
             html::name(&link.name)
         );
-        if link.over_time.is_empty() {
-            out.push('.');
-        } else {
-            let _ = write!(out, ", {} at its fullest.", figure("links.0.peak", As::Share));
-        }
+        let _ = match link.peak {
+            Some(_) => write!(out, ", {} at its fullest.", figure("links.0.peak", As::Share)),
+            None => write!(out, "."),
+        };
     }
     out.push_str("</p>\n");
     let _ = match answer.warnings.as_slice() {
@@ -94,7 +93,7 @@ pub(super) fn keys(data: &Data) -> String {
         keys.push(Key { name: shown, figure: figure("p99"), note: format!("median {}", figure("p50")), state: "calm" });
     }
     if let Some(link) = answer.links.first() {
-        let (peak, note) = if link.over_time.is_empty() { (link.mean, "mean") } else { (link.peak, "peak") };
+        let note = if link.peak.is_some() { "peak" } else { "mean" };
         keys.push(Key {
             name: "Fullest link",
             figure: data.figure(&format!("links.0.{note}"), As::Share),
@@ -103,7 +102,7 @@ pub(super) fn keys(data: &Data) -> String {
                 data.figure("links.0.capacity", units(link).0),
                 html::short(&link.name, 40)
             ),
-            state: heat_of(peak),
+            state: heat_of(link.fullest()),
         });
     }
     keys.push(Key {

@@ -34,8 +34,13 @@ pub(super) fn draw(data: &Data) -> String {
         return "<p class=\"none\">No link carried anything.</p>".to_owned();
     }
     let timed = links.iter().any(|l| !l.over_time.is_empty());
-    let mut out = String::from(
-        "<div class=\"scroll\"><table class=\"links\"><caption>Links, the fullest first</caption><thead><tr><th scope=\"col\">Link</th>\
+    let order = if timed {
+        "the fullest at its peak first; over time, each as a part of its own peak"
+    } else {
+        "the fullest on average first; this engine knows no peaks"
+    };
+    let mut out = format!(
+        "<div class=\"scroll\"><table class=\"links\"><caption>Links, {order}</caption><thead><tr><th scope=\"col\">Link</th>\
          <th scope=\"col\" class=\"r w\">Capacity</th><th scope=\"col\" class=\"r w\">Carried</th>\
          <th scope=\"col\" class=\"r\">Mean</th><th scope=\"col\" class=\"r\">Peak</th><th scope=\"col\" class=\"w\">Mean and peak</th>",
     );
@@ -46,7 +51,7 @@ pub(super) fn draw(data: &Data) -> String {
     for (n, link) in links.iter().enumerate() {
         let (capacity, carried) = units(link);
         let figure = |key: &str, what| data.figure(&format!("links.{n}.{key}"), what);
-        let state = heat_of(link.peak);
+        let state = heat_of(link.fullest());
         let _ = write!(
             out,
             "<tr class=\"{state}\"><th scope=\"row\">{}<small>{}</small></th><td class=\"r w\">{}</td><td class=\"r w\">{}</td>\
@@ -56,7 +61,7 @@ pub(super) fn draw(data: &Data) -> String {
             figure("capacity", capacity),
             figure("bytes", carried),
             figure("mean", As::Share),
-            figure("peak", As::Share),
+            link.peak.map_or_else(|| figures::NONE.to_owned(), |_| figure("peak", As::Share)),
             bar(link),
         );
         if timed {
@@ -78,32 +83,35 @@ pub(super) fn draw(data: &Data) -> String {
 
 /// The mean as a bar, the peak as a thin one behind it.
 fn bar(link: &LinkUse) -> String {
-    let (mean, peak) = (link.mean.clamp(0.0, 1.0), link.peak.clamp(0.0, 1.0));
+    let (mean, peak) = (link.mean.clamp(0.0, 1.0), link.fullest().clamp(0.0, 1.0));
+    let label = link.peak.map_or_else(String::new, |peak| format!(", peak {}", figures::share(peak)));
     format!(
-        "<svg class=\"bar\" role=\"img\" aria-label=\"mean {}, peak {}\" width=\"100%\" height=\"12\"><rect class=\"whole\" width=\"100%\" height=\"12\"/>\
+        "<svg class=\"bar\" role=\"img\" aria-label=\"mean {}{label}\" width=\"100%\" height=\"12\"><rect class=\"whole\" width=\"100%\" height=\"12\"/>\
          <rect class=\"peak\" width=\"{}\" height=\"12\"/><rect class=\"mean\" width=\"{}\" height=\"12\"/></svg>",
         figures::share(link.mean),
-        figures::share(link.peak),
         percent(peak),
         percent(mean),
     )
 }
 
-/// The share over time as a small area; its full height is the capacity.
+/// The share over time as a small area; its full height is the link's own peak.
 fn spark(link: &LinkUse) -> String {
     let count = link.over_time.len();
+    let shares = || link.over_time.iter().map(|s| if s.is_finite() { f64::from(*s).clamp(0.0, 1.0) } else { 0.0 });
+    let peak = shares().fold(0.0, f64::max);
     if count == 0 {
         return String::new();
     }
     let step = 120.0 / count as f64;
     let mut area = String::from("M0 20");
-    for share in &link.over_time {
-        let share = if share.is_finite() { f64::from(*share).clamp(0.0, 1.0) } else { 0.0 };
-        let _ = write!(area, "V{:.1}h{step:.3}", 20.0 - 20.0 * share);
+    for share in shares() {
+        let height = if peak > 0.0 { share / peak } else { 0.0 };
+        let _ = write!(area, "V{:.1}h{step:.3}", 20.0 - 20.0 * height);
     }
     area.push_str("V20Z");
     format!(
-        "<svg class=\"spark\" role=\"img\" aria-label=\"share of the capacity over the span\" width=\"120\" height=\"20\" viewBox=\"0 0 120 20\" \
-         preserveAspectRatio=\"none\"><rect class=\"whole\" width=\"120\" height=\"20\"/><path d=\"{area}\"/></svg>"
+        "<svg class=\"spark\" role=\"img\" aria-label=\"share of the capacity over the span, up to {}\" width=\"120\" height=\"20\" viewBox=\"0 0 120 20\" \
+         preserveAspectRatio=\"none\"><rect class=\"whole\" width=\"120\" height=\"20\"/><path d=\"{area}\"/></svg>",
+        figures::share(peak)
     )
 }

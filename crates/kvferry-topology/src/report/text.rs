@@ -123,15 +123,15 @@ fn times(out: &mut String, answer: &Answer) {
 fn links(out: &mut String, answer: &Answer) {
     let row = |l: &crate::answer::LinkUse| {
         let (capacity, carried) = units(l);
-        let state = heat_of(l.peak);
+        let state = heat_of(l.fullest());
         vec![
             name(&l.name, 30),
             name(&l.kind, 8),
             capacity.write(l.capacity),
             carried.write(l.bytes as f64),
             share(l.mean),
-            share(l.peak),
-            bar(if l.over_time.is_empty() { l.mean } else { l.peak }),
+            l.peak.map_or_else(|| figures::NONE.to_owned(), share),
+            bar(l.fullest()),
             if state == "calm" { String::new() } else { state.to_owned() },
         ]
     };

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::answer::Answer;
+use crate::answer::{Answer, LinkUse};
 
 /// What a candidate does, if it works. Times in seconds. Rounded to nine digits, so that they are written and read without loss.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ impl Figures {
         let at = |name: &str| time(name).map_or((0.0, 0.0), |t| (digits(t.p50), digits(t.p99)));
         let (handover, first_token) = (at("handover"), at("time to first token"));
         let each = |sum: u64| digits(sum as f64 / answer.requests.delivered.max(1) as f64);
-        let hot = answer.links.first();
+        let hot = LinkUse::busiest(&answer.links);
         let busy = time("prefill").map_or(0.0, |t| t.mean * t.count as f64) / f64::from(answer.prefill.engines.max(1));
         Self {
             gpus: answer.prefill.gpus.saturating_add(answer.decode.gpus),

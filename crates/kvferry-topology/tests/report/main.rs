@@ -76,6 +76,39 @@ fn text_says_what_happened() {
 }
 
 #[test]
+fn a_peak_that_nobody_knows_is_no_number() {
+    let answer = sample::analytic();
+    let (page, text) = (page(&answer), text(&answer));
+    let links: Vec<_> = text.lines().skip_while(|l| !l.starts_with("fullest links")).skip(1).take(5).collect();
+    for line in links {
+        let words: Vec<_> = line.split_whitespace().collect();
+        assert!(words.windows(2).any(|w| w == ["%", "-"]), "{line}");
+    }
+    let shown = shown(&page);
+    assert!(embedded(&page).contains("\"peak\":null") && !shown.contains("links.0.peak"));
+    assert!(shown.contains("Links, the fullest on average first; this engine knows no peaks"));
+    // An answer from before they could be missing.
+    let before = embedded(&page).replace("\"peak\":null,", "");
+    assert_eq!(serde_json::from_str::<Answer>(&before).unwrap().links[0].peak, None);
+}
+
+/// However idle a link is, the curve of its use is as high as there is room.
+#[test]
+fn a_curve_over_time_is_as_high_as_its_peak() {
+    let mut answer = sample::ranks();
+    answer.links[3].over_time = vec![0.0, 0.0005, 0.001, 0.0005];
+    let page = page(&answer);
+    let curves: Vec<&str> = page.split("<svg class=\"spark\"").skip(1).collect();
+    assert_eq!(curves.len(), 24);
+    assert!(curves.iter().all(|c| c.split("</svg>").next().is_some_and(|c| c.contains("V0.0h"))));
+    assert!(
+        curves[3].contains("up to 0.1 %") && curves[3].contains("V10.0h30.000V0.0h30.000V10.0h30.000"),
+        "{}",
+        &curves[3][..400]
+    );
+}
+
+#[test]
 fn a_page_asks_for_nothing_and_stays_small() {
     for (name, answer) in samples() {
         let page = page(&answer);
@@ -190,7 +223,7 @@ fn no_number_makes_a_page_or_a_table_fail() {
         }
         #[allow(clippy::cast_possible_truncation, reason = "any number will do")]
         for link in &mut answer.links {
-            (link.capacity, link.mean, link.peak, link.bytes) = (value, value, value, u64::MAX);
+            (link.capacity, link.mean, link.peak, link.bytes) = (value, value, Some(value), u64::MAX);
             link.over_time = vec![value as f32; 3];
         }
         for bar in answer.gantt.iter_mut().flat_map(|g| &mut g.rows).flat_map(|r| &mut r.bars) {

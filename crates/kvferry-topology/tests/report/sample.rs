@@ -88,10 +88,18 @@ fn links(nodes: u32, peak: f64, chance: &mut Chance) -> Vec<LinkUse> {
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a positive number of bytes")]
             let bytes = (mean * capacity * 60.0) as u64;
             let name = format!("node{node}/{rest}");
-            out.push(LinkUse { name, kind: kind.into(), capacity, bytes, mean, peak: f64::from(most), over_time });
+            out.push(LinkUse {
+                name,
+                kind: kind.into(),
+                capacity,
+                bytes,
+                mean,
+                peak: Some(f64::from(most)),
+                over_time,
+            });
         }
     }
-    out.sort_by(|a, b| b.mean.total_cmp(&a.mean));
+    out.sort_by(|a, b| b.fullest().total_cmp(&a.fullest()));
     out
 }
 
@@ -322,7 +330,8 @@ pub(crate) fn analytic() -> Answer {
     answer.times.retain(|t| t.name == "wire" || t.name == "handover");
     answer.times.iter_mut().for_each(|t| t.bars.clear());
     answer.compared.clear();
-    answer.links.iter_mut().for_each(|l| l.over_time.clear());
+    answer.links.iter_mut().for_each(|l| (l.over_time, l.peak) = (Vec::new(), None));
+    answer.links.sort_by(|a, b| b.mean.total_cmp(&a.mean));
     (answer.pools.in_flight, answer.pools.used) = (Vec::new(), Vec::new());
     (answer.gantt, answer.warnings) = (None, Vec::new());
     answer
