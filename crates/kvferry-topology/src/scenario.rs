@@ -17,7 +17,7 @@ use crate::sweep::SweepTable;
 mod pool;
 mod read;
 
-pub use pool::fit_pool;
+pub use pool::{FitError, PoolFull, fit_pool};
 
 /// Everything that a simulation is made from.
 #[derive(Clone, Debug)]
@@ -96,8 +96,8 @@ impl Fleet {
     /// An engine's cache, its blocks fitted into so many bytes of each GPU; `None`: as many as the description says.
     ///
     /// # Errors
-    /// All faults of the description.
-    pub fn fitted(description: &mut EngineDescription, kv_bytes: Option<u64>) -> Result<Arc<Manifest>, DescribeError> {
+    /// All faults of the description, or that there is no room for a block.
+    pub fn fitted(description: &mut EngineDescription, kv_bytes: Option<u64>) -> Result<Arc<Manifest>, FitError> {
         if let Some(bytes) = kv_bytes {
             fit_pool(description, bytes)?;
         }
@@ -331,6 +331,14 @@ pub enum ScenarioError {
         key: &'static str,
         /// Its faults.
         error: DescribeError,
+    },
+    /// An engine's memory is too small.
+    #[error("{key}: {full}")]
+    Pool {
+        /// The table.
+        key: &'static str,
+        /// What it needs.
+        full: PoolFull,
     },
     /// The load, or the time models.
     #[error(transparent)]

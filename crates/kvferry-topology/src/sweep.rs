@@ -36,7 +36,7 @@ use crate::events;
 use crate::load::prefill::PrefillTime;
 use crate::load::{DecodeModel, Load, LoadErrors, PrefillModel};
 use crate::number::cut;
-use crate::scenario::{Broken, Fleet, Scenario, ScenarioErrors, Transfer, figures};
+use crate::scenario::{Broken, FitError, Fleet, Scenario, ScenarioErrors, Transfer, figures};
 use crate::traffic::{Traffic, TrafficError};
 
 /// An engine's description and cache, with what its blocks were fitted into.
@@ -220,7 +220,10 @@ impl Sweep {
                 None => fleet.kv_bytes,
                 Some(weights) => Some(self.left(&d, weights)?),
             };
-            let manifest = Fleet::fitted(&mut d, kv_bytes).map_err(|e| Reason::new(Kind::Engine, e))?;
+            let manifest = Fleet::fitted(&mut d, kv_bytes).map_err(|error| match error {
+                FitError::Full(full) => Reason::new(Kind::Memory, format!("{}: {full}", d.name)),
+                error => Reason::new(Kind::Engine, error),
+            })?;
             Ok((d, manifest, kv_bytes))
         };
         match sides.get(&(e.sizes, e.block_size, e.layout)) {

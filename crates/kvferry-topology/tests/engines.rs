@@ -204,3 +204,17 @@ fn all_faults_of_a_scenario_are_told_at_once() {
         assert!(text.contains(key), "{key} in {text}");
     }
 }
+
+/// States alone are more than there is: no engine that has one block, whatever may fit into it.
+#[test]
+fn memory_without_room_for_a_block_is_a_fault() {
+    let small = |gib: &str| {
+        let s = text("nemotron-h-56b", ("tp=8", "tp=8"), "", "").replace("layers = 8\n", "");
+        let s = s.replacen("kv_gib = 4", &format!("kv_gib = {gib}"), 1);
+        Scenario::from_toml("test", &s, Path::new(".")).map(|s| s.prefill.description.blocks)
+    };
+    let errors = small("0.001").unwrap_err();
+    assert!(matches!(errors.0[..], [ScenarioError::Pool { key: "prefill", .. }]), "{errors}");
+    assert!(errors.to_string().contains("give it more (kv_gib)"), "{errors}");
+    assert!(small("4").unwrap().is_some_and(|blocks| blocks > 1));
+}

@@ -171,14 +171,20 @@ fn what_does_not_fit_is_told_from_what_is_too_much() {
     let (k, text_of) = one(("", ""), "[sweep]\nweights_gib = 400\nprefill_tp = [8]\ngpus = 16").unwrap();
     assert_eq!(k, Kind::Memory);
     assert!(text_of.starts_with("decode: a rank has 200.0 GiB of 400 GiB of weights"), "{text_of}");
-    // A pool of one block holds no prompt of thousands of tokens.
-    let mut base = scenario(&text("llama-3.1-8b", ("", ""), "", "[sweep]\nprefill_tp = [4]"));
-    base.decode.kv_bytes = Some(1);
-    let s = Sweep::new(base, "test").unwrap();
-    let Outcome::Infeasible(reasons) = s.outcome(&s.candidates()[0]) else { panic!("it fits") };
-    let (k, text_of) = (reasons[0].kind, reasons[0].text.clone());
+    let in_memory = |bytes: u64| {
+        let mut base = scenario(&text("llama-3.1-8b", ("", ""), "", "[sweep]\nprefill_tp = [4]"));
+        base.decode.kv_bytes = Some(bytes);
+        let s = Sweep::new(base, "test").unwrap();
+        let Outcome::Infeasible(reasons) = s.outcome(&s.candidates()[0]) else { panic!("it fits") };
+        (reasons[0].kind, reasons[0].text.clone())
+    };
+    let (k, text_of) = in_memory(1);
+    assert_eq!(k, Kind::Memory);
+    assert!(text_of.starts_with("decode: rank 0 has 1 bytes for its cache"), "{text_of}");
+    // A pool of a few blocks holds no prompt of thousands of tokens.
+    let (k, text_of) = in_memory(1 << 20);
     assert_eq!(k, Kind::Pool);
-    assert!(text_of.contains("has 1 blocks left of 1, and the request needs"), "{text_of}");
+    assert!(text_of.contains("blocks left of ") && text_of.contains(", and the request needs"), "{text_of}");
     // P is asked for more than it can compute.
     let slow = "[prefill.time]\ntokens_per_s = 100";
     let (k, _) = one((slow, ""), "[sweep]\nprefill_tp = [4]").unwrap();

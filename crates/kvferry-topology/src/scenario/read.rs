@@ -11,7 +11,8 @@ use serde::Deserialize;
 use toml::Table;
 
 use super::{
-    Broken, Choice, Failure, Fleet, Mode, Router, Scenario, ScenarioError, ScenarioErrors, Stream, Transfer, figures,
+    Broken, Choice, Failure, FitError, Fleet, Mode, Router, Scenario, ScenarioError, ScenarioErrors, Stream, Transfer,
+    figures,
 };
 use crate::cluster::{Calibration, Cluster};
 use crate::load::{DecodeTable, LoadTable, PrefillTable};
@@ -306,7 +307,11 @@ fn engine<T: Default>(key: &'static str, said: &Side<T>, dir: &Path, faults: &mu
     let explicit = said.kv_gib.is_none() && d.blocks.is_some();
     let gib = faults.number(&format!("{key}.kv_gib"), said.kv_gib, (1e-3, 1e5, DEFAULT_KV_GIB));
     let kv_bytes = (!explicit).then(|| nearest(gib * f64::from(1u32 << 30)));
-    let manifest = faults.take(Fleet::fitted(&mut d, kv_bytes).map_err(failed))?;
+    let fitted = Fleet::fitted(&mut d, kv_bytes).map_err(|error| match error {
+        FitError::Described(error) => failed(error),
+        FitError::Full(full) => ScenarioError::Pool { key, full },
+    });
+    let manifest = faults.take(fitted)?;
     Some((d, manifest, kv_bytes))
 }
 
