@@ -68,7 +68,7 @@ const CASES: &[Case] = &[
     Case { model: "qwen3-next-80b-a3b", tokens: 208, shapes: ("tp=2,pp=2", "tp=4"), ..LLAMA },
     // Windows of 1,024 in five of six layers.
     Case { model: "gemma-3-27b-it", layers: 6, tokens: 1500, ..LLAMA },
-    // More than one slice of 64 MiB.
+    // Several slices, each of whole runs.
     Case { layers: 16, tokens: 2048, shapes: ("tp=1", "tp=1"), ..LLAMA },
 ];
 
