@@ -359,13 +359,10 @@ fn largest(batch: &Batch) -> u64 {
     let mut cursor = batch.cursor();
     let mut buffer = vec![Descriptor::default(); 4096];
     let mut largest = 0;
-    loop {
-        let filled = cursor.fill(&mut buffer);
-        if filled == 0 {
-            return largest;
-        }
-        largest = buffer[..filled].iter().map(|d| d.len).max().unwrap_or(0).max(largest);
+    while let filled @ 1.. = cursor.fill(&mut buffer) {
+        largest = buffer[..filled].iter().map(|d| d.len).fold(largest, u64::max);
     }
+    largest
 }
 
 /// What one class moves of one item, by the source's ids: along which of the item's axes, and which heads or units.
