@@ -45,13 +45,16 @@ pub struct Direction {
     kept: Mutex<Kept>,
 }
 
+/// What two ranks exchange, if they do, and its plan.
+type Planned = (Option<RankPair>, Arc<PairPlan>);
+
 /// What was computed so far.
 #[derive(Debug, Default)]
 struct Kept {
     /// By salt and striping.
     maps: BTreeMap<(u64, bool), Arc<PeerMap>>,
     /// What two ranks exchange under each of the salts is mostly one of few things.
-    plans: BTreeMap<(bool, RankId, RankId), Vec<(Option<RankPair>, Arc<PairPlan>)>>,
+    plans: BTreeMap<(bool, RankId, RankId), Vec<Planned>>,
     /// How many plans.
     count: usize,
 }

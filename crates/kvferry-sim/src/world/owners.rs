@@ -162,7 +162,7 @@ impl<S: Script> World<S> {
         let now = self.now;
         let Some(process) = self.process(who) else { return };
         let Some(due) = due else {
-            process.timer = None;
+            (process.timer, process.spins) = (None, 0);
             return;
         };
         let at = process.clock.when(due);
@@ -262,5 +262,39 @@ impl<S: Script> World<S> {
             }
             other => S::effect(self, engine, other),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mask::Mask;
+    use crate::world::WorldConfig;
+
+    #[test]
+    fn only_who_never_rests_spins() {
+        let who = Who::Owner(0);
+        let began = || {
+            let mut world = World::new(WorldConfig::small(1, Mask::default())).unwrap();
+            world.start_engine(0);
+            world.process(who).unwrap().clock = Clock::default();
+            world
+        };
+        // A rank that posts one operation after the other is stepped again after each, and then waits.
+        for rest in [None, Some(ms(5))] {
+            let mut world = began();
+            for _ in 0..=SPINS {
+                let now = world.now;
+                world.set_timer(who, Some(now));
+                world.set_timer(who, rest.map(|rest| now + rest));
+            }
+            assert!(world.violation.is_none(), "{:?}", world.violation);
+        }
+        let mut world = began();
+        for _ in 0..=SPINS {
+            let now = world.now;
+            world.set_timer(who, Some(now));
+        }
+        assert!(matches!(world.violation, Some(Violation::Spins { .. })));
     }
 }
