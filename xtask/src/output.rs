@@ -18,22 +18,27 @@ fn written(mut out: impl io::Write, text: &[u8]) -> io::Result<()> {
     }
 }
 
-/// The file of a report. It is opened before the report is made, which may take long, and keeps what is in it until then.
+/// The file of a report. It is opened before the report is made, which may take long, and keeps what is in it until then. Where none is
+/// made, a file that wasn't there isn't there again.
 pub(crate) struct Page {
     file: File,
     path: PathBuf,
+    /// Whether there is nothing in it that anybody wrote.
+    fresh: bool,
 }
 
 impl Page {
     /// Makes the file, if it isn't there.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        let fresh = !path.exists();
         let file = File::options().write(true).create(true).truncate(false).open(path);
         let file = file.with_context(|| format!("{} can't be written", path.display()))?;
-        Ok(Self { file, path: path.to_owned() })
+        Ok(Self { file, path: path.to_owned(), fresh })
     }
 
     /// Writes the report; gives a line that says where it is.
     pub(crate) fn write(mut self, page: &str) -> anyhow::Result<String> {
+        self.fresh = false;
         let path = self.path.display();
         // What is no file, a pipe say, has no length.
         let emptied = self.file.metadata().and_then(|m| if m.is_file() { self.file.set_len(0) } else { Ok(()) });
@@ -41,6 +46,15 @@ impl Page {
             .and_then(|()| self.file.write_all(page.as_bytes()))
             .with_context(|| format!("{path} can't be written"))?;
         Ok(format!("{path} holds the report\n"))
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        if self.fresh {
+            // That it stays is no harm.
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -76,5 +90,11 @@ mod tests {
         assert!(page.write("new").unwrap().contains("page.html"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
         assert!(Page::open(&dir.path().join("no/page.html")).is_err());
+        // A report that isn't made leaves nothing behind, and what was there.
+        let other = dir.path().join("other.html");
+        for path in [&path, &other] {
+            drop(Page::open(path).unwrap());
+        }
+        assert!(path.exists() && !other.exists());
     }
 }

@@ -110,13 +110,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         out.extend(report::sweep::text(&report).bytes());
     }
-    if let Some(page) = page {
-        let told = page.write(&report::sweep::page(&report))?;
-        if !args.json {
-            out.extend(told.bytes());
+    output::print(&out)?;
+    match page.map(|page| page.write(&report::sweep::page(&report))).transpose() {
+        Ok(told) if !args.json => output::print(told.unwrap_or_default())?,
+        Ok(_) => {}
+        Err(fault) => {
+            eprintln!("{fault:#}");
+            return Ok(ExitCode::from(FAULTY));
         }
     }
-    output::print(&out)?;
     Ok(if results.done().1 > 0 { ExitCode::SUCCESS } else { ExitCode::from(NONE_WORKS) })
 }
 

@@ -12,8 +12,10 @@ use kvferry_geometry::plan::{PairPlan, PlanError};
 use kvferry_geometry::units::RankId;
 use kvferry_proto::names::SALTS;
 
-/// The most plans that are kept for one direction.
-const MAX_PLANS: usize = 4096;
+/// The most plans that are kept for one direction, by all ranks of a process.
+const MAX_PLANS: usize = 1 << 14;
+/// The most maps: of each salt, striped or not.
+const MAX_MAPS: u64 = 2 * SALTS;
 
 /// Two engines can't exchange anything.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -80,21 +82,18 @@ impl Direction {
     /// # Errors
     /// If there is none.
     pub fn map(&self, options: PeerOptions) -> Result<Arc<PeerMap>, PairingError> {
-        self.map_in(&mut lock(&self.kept), options)
-    }
-
-    fn map_in(&self, kept: &mut Kept, options: PeerOptions) -> Result<Arc<PeerMap>, PairingError> {
         let key = (options.salt, options.stripe);
-        if let Some(map) = kept.maps.get(&key) {
+        if let Some(map) = lock(&self.kept).maps.get(&key) {
             return Ok(map.clone());
         }
+        // Nobody waits for who computes: at worst two do so.
         let map = Arc::new(PeerMap::with(&self.compatible, options, |_, _| 0)?);
-        if kept.maps.len() as u64 >= SALTS {
-            // Only a peer that invents salts comes here.
+        let mut kept = lock(&self.kept);
+        if kept.maps.len() as u64 >= MAX_MAPS {
+            // Only salts that nobody draws come here.
             *kept = Kept::default();
         }
-        kept.maps.insert(key, map.clone());
-        Ok(map)
+        Ok(kept.maps.entry(key).or_insert(map).clone())
     }
 
     /// The map for these options, if it is the one named.
@@ -112,14 +111,20 @@ impl Direction {
     /// # Errors
     /// If there is no map.
     pub fn plan(&self, options: PeerOptions, src: RankId, dst: RankId) -> Result<Arc<PairPlan>, PairingError> {
-        let mut kept = lock(&self.kept);
-        let map = self.map_in(&mut kept, options)?;
+        let map = self.map(options)?;
         let (place, pair) = ((options.stripe, src, dst), map.pair(src, dst));
-        let known = kept.plans.get(&place).into_iter().flatten().find(|(of, _)| of.as_ref() == pair);
-        if let Some((_, plan)) = known {
-            return Ok(plan.clone());
+        let known = |kept: &Kept| {
+            let found = kept.plans.get(&place).into_iter().flatten().find(|(of, _)| of.as_ref() == pair);
+            found.map(|(_, plan)| plan.clone())
+        };
+        if let Some(plan) = known(&lock(&self.kept)) {
+            return Ok(plan);
         }
         let plan = Arc::new(PairPlan::new(&self.compatible, &map, src, dst)?);
+        let mut kept = lock(&self.kept);
+        if let Some(plan) = known(&kept) {
+            return Ok(plan);
+        }
         if kept.count >= MAX_PLANS {
             kept.plans.clear();
             kept.count = 0;
@@ -145,14 +150,17 @@ impl Pairings {
         dst: &Arc<Manifest>,
         options: CompatOptions,
     ) -> Result<Arc<Direction>, PairingError> {
-        let (mut known, pair) = (lock(&self.0), (src.digest(), dst.digest(), options));
-        if let Some(direction) = known.get(&pair).and_then(Weak::upgrade) {
+        let pair = (src.digest(), dst.digest(), options);
+        let known = || lock(&self.0).get(&pair).and_then(Weak::upgrade);
+        if let Some(direction) = known() {
             return Ok(direction);
         }
-        let direction = Arc::new(Direction::new(src.clone(), dst.clone(), options)?);
-        known.retain(|_, held| held.strong_count() > 0);
-        known.insert(pair, Arc::downgrade(&direction));
-        Ok(direction)
+        let made = Arc::new(Direction::new(src.clone(), dst.clone(), options)?);
+        let mut all = lock(&self.0);
+        all.retain(|_, held| held.strong_count() > 0);
+        let held = all.entry(pair).or_insert_with(|| Arc::downgrade(&made));
+        // Another may have been quicker.
+        Ok(held.upgrade().unwrap_or(made))
     }
 
     /// How many directions are in use.

@@ -177,7 +177,8 @@ impl RankSession {
         self
     }
 
-    /// For simulations whose regions are addresses without memory: the session does and says all the same, and zeroes nothing.
+    /// For simulations only, whose regions are addresses that nothing lies at: what lies beyond the moved tokens isn't zeroed, though it
+    /// is said to be.
     #[must_use]
     pub fn without_bytes(mut self) -> Self {
         self.bytes = false;

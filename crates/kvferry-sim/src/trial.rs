@@ -246,6 +246,7 @@ impl WorldConfig {
             stripe: false,
             admission,
             trace: false,
+            shared: false,
         }
     }
 }

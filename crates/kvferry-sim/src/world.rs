@@ -79,6 +79,8 @@ pub struct WorldConfig {
     pub admission: Admission,
     /// Whether what happens is written down.
     pub trace: bool,
+    /// Whether engines compute once what is the same for all that are alike. Then none finds out that another has computed something else.
+    pub shared: bool,
 }
 
 /// A process of the world.
@@ -150,8 +152,8 @@ pub struct World<S: Script = Trial> {
     /// What nothing lies in.
     pub(crate) nothing: Option<Region>,
     pub(crate) quiet: Arc<OwnedFd>,
-    /// What sessions compute of pairs of caches is the same for all that are alike.
-    pub(crate) pairings: Pairings,
+    /// What sessions compute of pairs of caches, if they share it.
+    pub(crate) pairings: Option<Pairings>,
     pub(crate) stats: Stats,
     pub(crate) violation: Option<Violation>,
     pub(crate) hash: u64,
@@ -212,6 +214,7 @@ impl WorldConfig {
             stripe: false,
             admission: Admission::default(),
             trace: false,
+            shared: true,
         }
     }
 }
@@ -243,7 +246,7 @@ impl<S: Script> World<S> {
             cut: BTreeMap::new(),
             nothing,
             quiet: Arc::new(quiet.into()),
-            pairings: Pairings::default(),
+            pairings: config.shared.then(Pairings::default),
             stats: Stats::default(),
             violation: None,
             hash: hash(&[config.seed]),

@@ -64,7 +64,7 @@ impl<S: Script> World<S> {
             ..OwnerConfig::new(e.id.clone(), epoch, m.spec().clone(), m.groups().to_vec(), ranks)
         };
         match OwnerSession::new(config) {
-            Ok(owner) => e.owner = Some(owner.with_pairings(self.pairings.clone())),
+            Ok(owner) => e.owner = Some(owner.with_pairings(self.pairings.clone().unwrap_or_default())),
             Err(error) => return self.violates(Violation::Unreadable { engine, error: error.to_string() }),
         }
         self.note(|_| format!("e{engine} begins"));
@@ -162,6 +162,7 @@ impl<S: Script> World<S> {
         let now = self.now;
         let Some(process) = self.process(who) else { return };
         let Some(due) = due else {
+            // It waits for others, who may well let it post the next slice at once.
             (process.timer, process.spins) = (None, 0);
             return;
         };

@@ -74,7 +74,7 @@ impl<S: Script> World<S> {
         let epoch = self.epoch();
         let (nothing, quiet, fabric) = (self.nothing.clone(), self.quiet.clone(), self.fabric.clone());
         let (staging, admission, seed) = (self.config.staging, self.config.admission, self.config.seed);
-        let pairings = self.pairings.clone();
+        let pairings = self.pairings.clone().unwrap_or_default();
         let life = self.rank(engine, rank).map_or(0, |r| r.process.life) + 1;
         let clock = self.clock(&[u64::from(engine), u64::from(life), u64::from(rank) + 1]);
         let e = self.engines.get_mut(engine as usize).ok_or("no such engine")?;

@@ -92,8 +92,8 @@ impl Remembered {
         self.by_age.insert(self.count, manifest.digest());
         self.by_digest.insert(manifest.digest(), (self.count, manifest.clone()));
         while self.by_digest.len() > limit {
-            let Some((_, oldest)) = self.by_age.first_key_value() else { return };
-            self.remove(*oldest);
+            let Some((_, oldest)) = self.by_age.pop_first() else { return };
+            self.remove(oldest);
         }
     }
 
