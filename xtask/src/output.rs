@@ -53,7 +53,7 @@ impl Drop for Page {
     fn drop(&mut self) {
         if self.fresh {
             // That it stays is no harm.
-            let _ = std::fs::remove_file(&self.path);
+            drop(std::fs::remove_file(&self.path));
         }
     }
 }
