@@ -316,12 +316,40 @@ pub enum Met {
     Lacking(Lacking),
 }
 
-/// What both kinds of hello say.
-struct Claim<'a> {
-    versions: Versions,
-    engine: &'a EngineId,
-    identity: &'a ModelIdentity,
-    stripe: bool,
+/// What both kinds of hello say, whatever the manifest. It is the beginning of a long hello too, so whoever is greeted can judge
+/// it, and answer, before the manifest is read and proven: both sides then do that at once instead of by turns.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Claim {
+    /// Versions the peer speaks.
+    pub versions: Versions,
+    /// What its cache's bytes mean.
+    pub identity: ModelIdentity,
+    /// Whether its maps of peers stripe over replicas.
+    pub stripe: bool,
+    /// Who it says it is.
+    pub engine: EngineId,
+}
+
+impl From<&Hello> for Claim {
+    fn from(hello: &Hello) -> Self {
+        Self {
+            versions: hello.versions,
+            identity: hello.identity.clone(),
+            stripe: hello.stripe,
+            engine: hello.manifest.engine().clone(),
+        }
+    }
+}
+
+impl From<&Again> for Claim {
+    fn from(again: &Again) -> Self {
+        Self {
+            versions: again.versions,
+            identity: again.identity.clone(),
+            stripe: again.stripe,
+            engine: again.engine.clone(),
+        }
+    }
 }
 
 impl Greeting {
@@ -354,17 +382,21 @@ impl Greeting {
         (Self { local, expected }, again)
     }
 
+    /// Judges the beginning of the peer's hello, the rest of which is still to be judged.
+    ///
+    /// # Errors
+    /// Every mismatch so far; send it to the peer and close the link.
+    pub fn on_claim(&self, claim: &Claim) -> Result<(), Refusal> {
+        let (_, found) = self.judge(claim);
+        if found.is_empty() { Ok(()) } else { Err(Refusal(found)) }
+    }
+
     /// Judges the peer's hello.
     ///
     /// # Errors
     /// Every mismatch; send it to the peer and close the link.
     pub fn on_hello(self, hello: &Hello) -> Result<Established, Refusal> {
-        let (version, mut found) = self.judge(&Claim {
-            versions: hello.versions,
-            engine: hello.manifest.engine(),
-            identity: &hello.identity,
-            stripe: hello.stripe,
-        });
+        let (version, mut found) = self.judge(&Claim::from(hello));
         let computed = hello.manifest.digest();
         if computed != hello.digest {
             found.push(HelloMismatch::Digest { claimed: hello.digest, computed });
@@ -382,12 +414,7 @@ impl Greeting {
     /// # Errors
     /// Every mismatch; send it to the peer and close the link.
     pub fn on_again(self, again: &Again, known: Option<Arc<EngineManifest>>) -> Result<Met, Refusal> {
-        let (version, found) = self.judge(&Claim {
-            versions: again.versions,
-            engine: &again.engine,
-            identity: &again.identity,
-            stripe: again.stripe,
-        });
+        let (version, found) = self.judge(&Claim::from(again));
         let abilities = Abilities::OURS.common(again.abilities);
         match version {
             Some(version) if found.is_empty() => {
@@ -401,9 +428,9 @@ impl Greeting {
         }
     }
 
-    fn judge(&self, claim: &Claim<'_>) -> (Option<u16>, Vec<HelloMismatch>) {
+    fn judge(&self, claim: &Claim) -> (Option<u16>, Vec<HelloMismatch>) {
         let mut found = Vec::new();
-        let (local, got) = (&self.local, claim.engine);
+        let (local, got) = (&self.local, &claim.engine);
         let (ours, theirs) = (Versions::OURS, claim.versions);
         let version = ours.common(theirs);
         if version.is_none() {
@@ -421,7 +448,7 @@ impl Greeting {
         if self.expected.proven.as_ref().is_some_and(|a| !a.has(got)) {
             found.push(HelloMismatch::NotProven { got: got.clone() });
         }
-        if local.check == IdentityCheck::Required && local.identity != *claim.identity {
+        if local.check == IdentityCheck::Required && local.identity != claim.identity {
             let (ours, theirs) = (local.identity.clone(), claim.identity.clone());
             found.push(HelloMismatch::Identity { ours, theirs });
         }
@@ -517,6 +544,13 @@ mod tests {
         let all = Hello { versions: theirs, stripe: true, digest: Digest::from_bytes([0; 32]), ..identity.clone() };
         let refusal = greet(&p, Some("e"), &all).unwrap_err();
         assert_eq!((refusal.0.len(), refusal.to_string().lines().count()), (5, 5), "{refusal}");
+        // What it begins with is judged alike, before there is a manifest whose digest could differ.
+        for (expected, hello) in [(None, &good), (None, &of_version), (Some("e"), &all), (None, &digest)] {
+            let mut found = greet(&p, expected, hello).err().map_or(Vec::new(), |r| r.0);
+            found.retain(|m| !matches!(m, HelloMismatch::Digest { .. }));
+            let (greeting, _) = Greeting::start(p.clone(), expecting(expected));
+            assert_eq!(greeting.on_claim(&Claim::from(hello)).err().map_or(Vec::new(), |r| r.0), found);
+        }
         // The identity's check can be switched off, on this side only.
         let careless = local("p", "m", IdentityCheck::Off);
         assert!(greet(&careless, Some("d"), &identity).is_ok());

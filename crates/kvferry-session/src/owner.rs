@@ -28,7 +28,7 @@ use kvferry_geometry::manifest::Manifest;
 use kvferry_geometry::peers::PeerOptions;
 use kvferry_geometry::request::{DstGroup, SrcGroup};
 use kvferry_geometry::units::{GroupId, Name, RankId};
-use kvferry_proto::handshake::{Allowed, Expected, Greeting, Hello, LocalSide};
+use kvferry_proto::handshake::{Allowed, Claim, Expected, Greeting, Hello, LocalSide};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{Assembly, EngineManifest, JoinError};
 use kvferry_proto::names::{EngineId, Epoch, Fence, LeaseId};
@@ -343,6 +343,13 @@ impl OwnerSession {
     pub fn link_forbidden(&mut self, link: LinkId, reason: &str, now: Duration) {
         self.now = now;
         self.forbid_link(link, reason);
+    }
+
+    /// Another owner's hello has begun so; it follows as a [message](Self::peer_message) once its manifest is proven, which for a
+    /// large engine takes longer than all else. Who is told of this answers meanwhile; who isn't answers later.
+    pub fn peer_greets(&mut self, link: LinkId, claim: &Claim, now: Duration) {
+        self.now = now;
+        self.on_claim(link, claim);
     }
 
     /// Another owner's message.

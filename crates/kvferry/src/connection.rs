@@ -98,6 +98,10 @@ pub(crate) trait Voice: Copy + Send + Sync + 'static {
     const TRUSTED: bool;
     fn decode(frame: &Frame) -> Result<Self::Message, String>;
     fn said(self, messages: Vec<Self::Message>) -> News;
+    /// What is told of a long message of a stranger before it is decoded.
+    fn begins(self, _: &Frame) -> Option<News> {
+        None
+    }
     fn nonsense(self, reason: String) -> News;
     fn closed(self, reason: String) -> News;
 }
@@ -110,6 +114,9 @@ impl Voice for LinkId {
     }
     fn said(self, messages: Vec<PeerMessage>) -> News {
         News::PeerSaid(self, messages)
+    }
+    fn begins(self, frame: &Frame) -> Option<News> {
+        wire::claim(frame).map(|claim| News::PeerGreets(self, claim))
     }
     fn nonsense(self, reason: String) -> News {
         News::PeerNonsense(self, reason)
@@ -339,7 +346,13 @@ impl<V: Voice> Listener<V> {
         let pool = match V::TRUSTED {
             true => None,
             false if self.control.trusted.load(Ordering::Relaxed) => Some(&self.common.long_of_peers),
-            false => Some(&self.common.long_of_strangers),
+            false => {
+                if let Some(news) = self.whose.begins(&frame) {
+                    // Refused only when the driver is gone.
+                    drop(self.news.send(news));
+                }
+                Some(&self.common.long_of_strangers)
+            }
         };
         let _permit = match pool {
             Some(pool) => Some(pool.acquire().await.map_err(|e| e.to_string())?),
@@ -540,6 +553,12 @@ mod tests {
         rank.write_all(&long()).await.unwrap();
         assert!(matches!(next(&of_rank).await[..], [News::RankClosed(..)]));
         assert!(tokio::time::timeout(Duration::from_millis(50), of_stranger.filled()).await.is_err(), "it waits");
+        // How a long hello begins is told before it waits.
+        let (_greeting, of_greeting, mut greets) = link(false);
+        let begins = include_bytes!("../../../tests/data/wire/v2/00.frame");
+        let hello = [&40_000u32.to_le_bytes()[..], &begins[4..], &vec![0; 40_006 - begins.len()]].concat();
+        greets.write_all(&hello).await.unwrap();
+        assert!(matches!(&next(&of_greeting).await[..], [News::PeerGreets(LINK, claim)] if claim.versions.max == 2));
     }
 
     #[tokio::test]

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_geometry::request::SrcGroup;
 use kvferry_geometry::units::{ItemId, RankId, TokenRange, Tokens};
-use kvferry_proto::handshake::Allowed;
+use kvferry_proto::handshake::{Allowed, Claim};
 use kvferry_proto::lease::Offer;
 use kvferry_proto::manifest::{EngineManifest, JoinError};
 use kvferry_proto::names::{Attempt, Fence, LeaseId};
@@ -172,6 +172,8 @@ pub(crate) enum News {
     /// The same for an owner of this process.
     MemoryConnected(LinkId, MemoryEnd),
     PeerSaid(LinkId, Vec<PeerMessage>),
+    /// Its hello has begun so, and is still being read.
+    PeerGreets(LinkId, Claim),
     PeerNonsense(LinkId, String),
     PeerClosed(LinkId, String),
     /// A rank has connected.
@@ -434,6 +436,7 @@ impl Driver {
                 }
             }
             News::PeerSaid(link, messages) => self.peer_said(link, messages),
+            News::PeerGreets(link, claim) => self.session.peer_greets(link, &claim, now),
             News::PeerNonsense(link, reason) => self.session.link_fault(link, &reason, now),
             News::PeerClosed(link, reason) => {
                 self.drop_peer(link);

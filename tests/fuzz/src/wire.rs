@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use kvferry_geometry::manifest::Manifest;
+use kvferry_proto::handshake::Claim;
 use kvferry_proto::manifest::{EngineManifest, RankContact};
 use kvferry_proto::names::{EngineId, Epoch};
+use kvferry_proto::peer::PeerMessage;
 use kvferry_proto::rank::ToRank;
 use kvferry_proto::wire::{
-    Frame, FrameReader, HEADER, WireError, decode_from_rank, decode_peer, decode_to_rank, encode_from_rank,
+    Frame, FrameReader, HEADER, WireError, claim, decode_from_rank, decode_peer, decode_to_rank, encode_from_rank,
     encode_peer, encode_to_rank,
 };
 
@@ -52,7 +54,10 @@ pub fn read(data: &[u8]) {
     let mut r = Reader::new(data);
     let choice = r.byte();
     let decode = |frame: &Frame| match choice % 3 {
-        0 => drop(decode_peer(frame)),
+        0 => {
+            drop(claim(frame));
+            drop(decode_peer(frame));
+        }
         1 => drop(decode_from_rank(frame)),
         _ => drop(decode_to_rank(frame)),
     };
@@ -76,7 +81,13 @@ pub fn read(data: &[u8]) {
 /// Reads and writes one message of a link.
 fn message(link: u8, frame: &Frame, reached: &mut Reached) {
     match link {
-        0 => again(frame, decode_peer, encode_peer, reached),
+        0 => {
+            let begins = claim(frame);
+            if let Ok(PeerMessage::Hello(hello)) = decode_peer(frame) {
+                assert_eq!(begins, Some(Claim::from(&hello)), "a hello begins otherwise than it is");
+            }
+            again(frame, decode_peer, encode_peer, reached);
+        }
         1 => again(frame, decode_from_rank, encode_from_rank, reached),
         _ => {
             if let Ok(ToRank::Welcome(m) | ToRank::Peer(m)) = decode_to_rank(frame) {

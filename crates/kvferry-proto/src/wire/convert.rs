@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Frame, MAGIC, MAX_FRAME, WireError, dto, frame, kind};
-use crate::handshake::{Abilities, Again, Hello, Versions};
+use crate::handshake::{Abilities, Again, Claim, Hello, Versions};
 use crate::manifest::ContactError;
 use crate::names::{EngineId, ModelIdentity, NameError};
 use crate::peer::PeerMessage;
@@ -333,6 +333,20 @@ fn hello(body: &[u8]) -> Result<Hello, WireError> {
         stripe: d.stripe,
         digest: Digest::from_bytes(d.digest),
         manifest: messages::Shared::try_from(d.manifest).map_err(meaning)?.0,
+    })
+}
+
+pub(super) fn claim(frame: &Frame) -> Option<Claim> {
+    if frame.kind != kind::HELLO {
+        return None;
+    }
+    let (versions, rest) = head("hello", &frame.body).ok()?;
+    let (d, _) = postcard::take_from_bytes::<dto::HelloBegins>(rest).ok()?;
+    Some(Claim {
+        versions,
+        identity: ModelIdentity::new(&d.identity).ok()?,
+        stripe: d.stripe,
+        engine: EngineId::new(&d.engine).ok()?,
     })
 }
 

@@ -180,6 +180,16 @@ pub(super) struct Hello {
     pub(super) manifest: Engine,
 }
 
+/// How a hello begins after its fixed head: the same fields as [`Hello`] has, as far as the first two of its [`Engine`].
+#[derive(Deserialize)]
+pub(super) struct HelloBegins {
+    pub(super) _abilities: u64,
+    pub(super) identity: String,
+    pub(super) stripe: bool,
+    pub(super) _digest: [u8; 32],
+    pub(super) engine: String,
+}
+
 /// A hello without a manifest, after the same head.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Again {

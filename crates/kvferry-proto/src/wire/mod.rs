@@ -24,7 +24,7 @@
 //! [`convert`], the only place where a peer's bytes become values of the crates' own types; domain types are
 //! never serialisable themselves. Every fault is a [`WireError`] that says whose it is. Nothing here panics.
 
-use crate::handshake::Versions;
+use crate::handshake::{Claim, Versions};
 use crate::peer::PeerMessage;
 use crate::rank::{FromRank, ToRank};
 
@@ -244,6 +244,13 @@ impl WireError {
 /// Whatever is wrong with the bytes; see [`WireError`].
 pub fn decode_peer(frame: &Frame) -> Result<PeerMessage, WireError> {
     convert::peer_message(frame)
+}
+
+/// What a hello says before its manifest, which is not read; `None` for other frames, and where not even that can be read:
+/// [`decode_peer`] says why.
+#[must_use]
+pub fn claim(frame: &Frame) -> Option<Claim> {
+    convert::claim(frame)
 }
 
 /// Reads a message of a rank link at the owner.

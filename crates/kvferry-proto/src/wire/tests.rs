@@ -13,7 +13,7 @@ use kvferry_geometry::staged::Place;
 use kvferry_geometry::units::{BlockId, Bytes, ItemId, Name, RankId, TokenRange, Tokens};
 
 use super::*;
-use crate::handshake::{Abilities, Again, Hello};
+use crate::handshake::{Abilities, Again, Claim, Hello};
 use crate::lease::{Closing, first_attempt};
 use crate::manifest::RankJoin;
 use crate::names::{Attempt, ContentKey, EngineId, Epoch, Fence, LeaseId, ModelIdentity};
@@ -226,6 +226,25 @@ fn frames_of_version_2_mean_what_they_meant() {
         assert_eq!(decode_peer(&frame(&bytes)).as_ref(), Ok(message), "{path}");
         assert_eq!(encode_peer(message).unwrap(), bytes, "{path}");
     }
+}
+
+/// What a hello begins with says what the whole does, of each version, and needs no more of it than that.
+#[test]
+fn a_claim_is_what_the_hello_says() {
+    let mut hellos = 0;
+    for message in peer_messages().iter().chain(&peer_messages_of_2()) {
+        let whole = frame(&encode_peer(message).unwrap());
+        let PeerMessage::Hello(hello) = message else {
+            assert_eq!(claim(&whole), None);
+            continue;
+        };
+        hellos += 1;
+        assert_eq!(claim(&whole), Some(Claim::from(hello)));
+        let begins = |len: usize| claim(&Frame { kind: whole.kind, body: whole.body[..len].to_vec() });
+        let first = (0..=whole.body.len()).find(|len| begins(*len).is_some()).unwrap();
+        assert!(first < 200 && (first..whole.body.len()).all(|len| begins(len) == Some(Claim::from(hello))), "{first}");
+    }
+    assert!(hellos >= 3);
 }
 
 fn gathered() -> Gathered {

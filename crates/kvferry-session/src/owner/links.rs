@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvferry_geometry::compat::CompatOptions;
 use kvferry_geometry::manifest::Manifest;
 use kvferry_proto::handshake::{
-    Again, Allowed, Established, Expected, Greeting, Hello, HelloMismatch, Met, Refusal, Versions,
+    Again, Allowed, Claim, Established, Expected, Greeting, Hello, HelloMismatch, Met, Refusal, Versions,
 };
 use kvferry_proto::manifest::EngineManifest;
 use kvferry_proto::peer::PeerMessage;
@@ -162,6 +162,28 @@ impl OwnerSession {
                 self.on_met(link, met);
             }
             Err(refusal) => self.refuse_link(link, texts(&refusal)),
+        }
+    }
+
+    /// How the other end's hello begins, on a link that it has made or we have.
+    pub(super) fn on_claim(&mut self, link: LinkId, claim: &Claim) {
+        let Some(l) = self.links.links.get(&link) else { return };
+        let (greeting, answer) = match (&l.stage, self.life.local()) {
+            (Stage::Greeting(greeting), _) => (greeting.clone(), None),
+            (Stage::Waiting(None), Some(local)) => {
+                let (greeting, hello) = Greeting::start(local.clone(), self.expected(l));
+                (greeting, Some(hello))
+            }
+            _ => return,
+        };
+        if let Err(refusal) = greeting.on_claim(claim) {
+            return self.refuse_link(link, texts(&refusal));
+        }
+        if let Some(hello) = answer {
+            if let Some(l) = self.links.links.get_mut(&link) {
+                (l.ours, l.stage) = (Some(hello.digest), Stage::Greeting(greeting));
+            }
+            self.send_peer(link, PeerMessage::Hello(hello));
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvferry_proto::handshake::Claim;
 use kvferry_proto::peer::PeerMessage;
 use kvferry_session::owner::LinkId;
 
@@ -138,6 +139,14 @@ impl<S: Script> World<S> {
         match packet.read_peer() {
             Ok(message) => {
                 self.note(|_| format!("e{engine} hears on {link:?}: {}", short(&message)));
+                // Of every other hello the beginning is told first, as of one that takes long to be read.
+                if let PeerMessage::Hello(hello) = &message
+                    && number % 2 == 0
+                {
+                    let claim = Claim::from(hello);
+                    self.with_owner(engine, |owner, now| owner.peer_greets(link, &claim, now));
+                    self.pump_owner(engine);
+                }
                 self.with_owner(engine, |owner, now| owner.peer_message(link, message, now));
             }
             Err(error) => self.violates(Violation::Unreadable { engine, error }),

@@ -1,6 +1,6 @@
 //! How owners meet: first contact, again, after one of them has forgotten or changed; who may be met; links that come and go.
 
-use kvferry_proto::handshake::Hello;
+use kvferry_proto::handshake::{Claim, Hello};
 
 use super::pair::{Pair, is_clean, losing, nothing};
 use super::*;
@@ -390,6 +390,60 @@ fn id_04_leases_are_told_apart_by_all_their_bits() {
         assert_eq!((w.p.closed.len(), w.p.closed.last()), (6 - i, Some(&(fence.clone(), Closing::Read))));
     }
     assert!(w.p.consumers.iter().all(|c| *c == Some(engine("d"))));
+}
+
+/// Who is told how a long hello begins answers at once, and reads what follows meanwhile; whom it wouldn't meet it refuses without.
+#[test]
+fn a_hello_is_answered_before_it_is_read() {
+    // The consumer has said hello, which is on its way.
+    let begun = || {
+        let mut w = Pair::leased();
+        let fence = w.offer(1, Ttl::Usual);
+        let pull = w.pull(&fence);
+        w.carry(|m| matches!(m, PeerMessage::Hello(_)));
+        let PeerMessage::Hello(hello) = w.kept[0].2.clone() else { panic!("it says hello first") };
+        (w, pull, hello)
+    };
+    let (mut w, pull, hello) = begun();
+    let theirs = w.links[0].1;
+    for _ in 0..2 {
+        w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+    }
+    w.carry(|m| matches!(m, PeerMessage::Bind(_)));
+    assert_eq!((greeted(&w), w.d.up.len(), w.p.up.len()), (vec![('d', "Hello"), ('p', "Hello")], 1, 0));
+    w.resume();
+    w.carry(nothing);
+    assert_eq!((w.p.up.len(), greeted(&w).len(), w.phase(pull)), (1, 2, Some(Phase::Read)));
+    // Told too late, or of a link that is gone: nothing.
+    w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+    w.read(pull);
+    w.carry(nothing);
+    assert_eq!(w.end_of(pull), "Delivered");
+    w.cut();
+    w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+    works(&mut w, 2);
+    // Not whom we meet; nothing of ours is told, and what follows is not looked at.
+    let (mut w, pull, hello) = begun();
+    let other = Claim { identity: ModelIdentity::new("another").unwrap(), ..Claim::from(&hello) };
+    w.p.session.peer_greets(w.links[0].1, &other, w.now);
+    w.carry(nothing);
+    assert_eq!((greeted(&w), w.links.len()), (vec![('d', "Hello"), ('p', "Refused")], 0));
+    assert!(w.end_of(pull).contains("Handshake"), "{}", w.end_of(pull));
+    // What it says in the end is not what it has begun with, or makes no sense: the answer was given in vain.
+    for digest in [true, false] {
+        let (mut w, _, hello) = begun();
+        let theirs = w.links[0].1;
+        w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+        if digest {
+            let wrong = Hello { digest: Digest::from_bytes([9; 32]), ..hello };
+            w.p.session.peer_message(theirs, PeerMessage::Hello(wrong), w.now);
+        } else {
+            w.p.session.link_fault(theirs, "it does not decode", w.now);
+        }
+        w.carry(nothing);
+        assert_eq!((w.links.len(), w.p.up.len()), (0, 0));
+        assert_eq!(greeted(&w), [('d', "Hello"), ('p', "Hello"), ('p', "Refused")]);
+    }
 }
 
 /// Both connect at once, and read from each other: two links, two requests, each over the link that its reader has made.
