@@ -1,4 +1,4 @@
-//! Lists with a bound on the number of elements, that reserve nothing for elements that have not arrived.
+//! Lists with a bound on the number of elements, that reserve next to nothing for elements that have not arrived.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,6 +6,9 @@ use std::marker::PhantomData;
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::ser::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Elements for which a list has room from the beginning, if so many are announced. Where they don't come, reading ends.
+const FEW: usize = 16;
 
 /// A list of at most `N` elements.
 #[derive(Clone, PartialEq, Debug)]
@@ -49,8 +52,8 @@ impl<'de, T: Deserialize<'de>, const N: usize> Deserialize<'de> for List<T, N> {
                 if seq.size_hint().is_some_and(|n| n > N) {
                     return Err(A::Error::invalid_length(N, &self));
                 }
-                // Grown as elements arrive: an announced number reserves nothing.
-                let mut out = Vec::new();
+                // Beyond a few it is grown as elements arrive: an announced number reserves nothing.
+                let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(FEW));
                 while let Some(element) = seq.next_element()? {
                     if out.len() == N {
                         return Err(A::Error::invalid_length(N, &self));

@@ -8,8 +8,7 @@
 use kvferry_geometry::digest::Digest;
 use kvferry_geometry::manifest::ManifestErrors;
 use kvferry_geometry::spec::SpecErrors;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{Frame, MAGIC, MAX_FRAME, WireError, dto, frame, kind};
 use crate::handshake::{Abilities, Again, Claim, Hello, Versions};
@@ -324,12 +323,12 @@ fn write_head<D: Serialize>(what: &'static str, kind: u16, versions: Versions, r
 fn hello(body: &[u8]) -> Result<Hello, WireError> {
     let what = "hello";
     let (versions, rest) = head(what, body)?;
-    let d: dto::Hello = parse(what, rest)?;
+    let d: dto::Hello<'_> = parse(what, rest)?;
     let meaning = |error| WireError::Meaning { what, error };
     Ok(Hello {
         versions,
         abilities: Abilities(d.abilities),
-        identity: ModelIdentity::new(&d.identity).map_err(|e| meaning(e.into()))?,
+        identity: ModelIdentity::new(d.identity).map_err(|e| meaning(e.into()))?,
         stripe: d.stripe,
         digest: Digest::from_bytes(d.digest),
         manifest: messages::Shared::try_from(d.manifest).map_err(meaning)?.0,
@@ -344,16 +343,16 @@ pub(super) fn claim(frame: &Frame) -> Option<Claim> {
     let (d, _) = postcard::take_from_bytes::<dto::HelloBegins>(rest).ok()?;
     Some(Claim {
         versions,
-        identity: ModelIdentity::new(&d.identity).ok()?,
+        identity: ModelIdentity::new(d.identity).ok()?,
         stripe: d.stripe,
-        engine: EngineId::new(&d.engine).ok()?,
+        engine: EngineId::new(d.engine).ok()?,
     })
 }
 
 fn write_hello(hello: &Hello) -> Result<Vec<u8>, WireError> {
     let rest = dto::Hello {
         abilities: hello.abilities.0,
-        identity: hello.identity.as_str().into(),
+        identity: hello.identity.as_str(),
         stripe: hello.stripe,
         digest: *hello.digest.as_bytes(),
         manifest: dto::Engine::from(&*hello.manifest),
@@ -389,15 +388,15 @@ fn write_again(again: &Again) -> Result<Vec<u8>, WireError> {
     write_head("hello by digest", kind::AGAIN, again.versions, &rest)
 }
 
-fn read<D: DeserializeOwned, T: TryFrom<D, Error = ConvertError>>(
+fn read<'a, D: Deserialize<'a>, T: TryFrom<D, Error = ConvertError>>(
     what: &'static str,
-    frame: &Frame,
+    frame: &'a Frame,
 ) -> Result<T, WireError> {
     let d: D = parse(what, &frame.body)?;
     T::try_from(d).map_err(|error| WireError::Meaning { what, error })
 }
 
-fn parse<D: DeserializeOwned>(what: &'static str, body: &[u8]) -> Result<D, WireError> {
+fn parse<'a, D: Deserialize<'a>>(what: &'static str, body: &'a [u8]) -> Result<D, WireError> {
     let (value, rest) = postcard::take_from_bytes(body).map_err(|e| WireError::Body {
         what,
         len: body.len(),
@@ -420,6 +419,11 @@ fn not_written(what: &'static str, error: &postcard::Error) -> WireError {
 }
 
 fn text(text: String) -> Converted<String> {
+    bounded(&text)?;
+    Ok(text)
+}
+
+fn bounded(text: &str) -> Converted<&str> {
     if text.len() > MAX_TEXT { Err(ConvertError::Text { got: text.len(), limit: MAX_TEXT }) } else { Ok(text) }
 }
 

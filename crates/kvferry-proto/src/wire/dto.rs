@@ -1,4 +1,6 @@
 //! Data transfer objects: what postcard encodes. No invariants live here; see [`convert`](super::convert).
+//!
+//! The names of a cache's description are borrowed: from the body that is read, or from the manifest that is written. There are thousands.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,10 +20,10 @@ pub(super) const MAX_REASONS: usize = 64;
 pub(super) const MAX_WRITES: usize = 1 << 16;
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Component {
-    pub(super) name: String,
+pub(super) struct Component<'a> {
+    pub(super) name: &'a str,
     pub(super) width: u64,
-    pub(super) encoding: String,
+    pub(super) encoding: &'a str,
     pub(super) span: u32,
     pub(super) heads: ValueHeads,
 }
@@ -41,29 +43,36 @@ pub(super) enum Retention {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct StatePart {
-    pub(super) name: String,
+pub(super) struct StatePart<'a> {
+    pub(super) name: &'a str,
     pub(super) units: u32,
     pub(super) rows: u32,
     pub(super) width: u64,
-    pub(super) encoding: String,
+    pub(super) encoding: &'a str,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) enum ItemKind {
-    Paged { heads: u32, tokens_per_entry: u32, components: List<Component, MAX_COMPONENTS>, retention: Retention },
-    State(List<StatePart, MAX_PARTS>),
+pub(super) enum ItemKind<'a> {
+    Paged {
+        heads: u32,
+        tokens_per_entry: u32,
+        #[serde(borrow)]
+        components: List<Component<'a>, MAX_COMPONENTS>,
+        retention: Retention,
+    },
+    State(#[serde(borrow)] List<StatePart<'a>, MAX_PARTS>),
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Item {
-    pub(super) name: String,
-    pub(super) kind: ItemKind,
+pub(super) struct Item<'a> {
+    pub(super) name: &'a str,
+    #[serde(borrow)]
+    pub(super) kind: ItemKind<'a>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Group {
-    pub(super) name: String,
+pub(super) struct Group<'a> {
+    pub(super) name: &'a str,
     pub(super) items: List<u32, MAX_ITEMS>,
     pub(super) block_tokens: u64,
 }
@@ -81,8 +90,8 @@ pub(super) struct Region {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct ComponentView {
-    pub(super) name: String,
+pub(super) struct ComponentView<'a> {
+    pub(super) name: &'a str,
     pub(super) offset: u64,
     pub(super) head_stride: u64,
     pub(super) entry_stride: u64,
@@ -91,7 +100,7 @@ pub(super) struct ComponentView {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct PagedView {
+pub(super) struct PagedView<'a> {
     pub(super) region: u32,
     pub(super) offset: u64,
     pub(super) block_stride: u64,
@@ -99,12 +108,13 @@ pub(super) struct PagedView {
     pub(super) block_size: u32,
     pub(super) kernel_size: u32,
     pub(super) kernel_stride: u64,
-    pub(super) components: List<ComponentView, MAX_COMPONENTS>,
+    #[serde(borrow)]
+    pub(super) components: List<ComponentView<'a>, MAX_COMPONENTS>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct PartView {
-    pub(super) name: String,
+pub(super) struct PartView<'a> {
+    pub(super) name: &'a str,
     pub(super) offset: u64,
     pub(super) row_stride: u64,
     pub(super) unit_stride: u64,
@@ -112,18 +122,19 @@ pub(super) struct PartView {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct StateView {
+pub(super) struct StateView<'a> {
     pub(super) region: u32,
     pub(super) offset: u64,
     pub(super) slot_stride: u64,
     pub(super) slots: u32,
-    pub(super) parts: List<PartView, MAX_PARTS>,
+    #[serde(borrow)]
+    pub(super) parts: List<PartView<'a>, MAX_PARTS>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) enum View {
-    Paged(PagedView),
-    State(StateView),
+pub(super) enum View<'a> {
+    Paged(#[serde(borrow)] PagedView<'a>),
+    State(#[serde(borrow)] StateView<'a>),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -139,19 +150,21 @@ pub(super) enum Placement {
 
 /// What a rank says of one item. Boxed, so that a small body can't become a large list of empty ones.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Held {
+pub(super) struct Held<'a> {
     pub(super) item: u32,
     pub(super) placement: Option<Box<Placement>>,
-    pub(super) view: Option<Box<View>>,
+    #[serde(borrow)]
+    pub(super) view: Option<Box<View<'a>>>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Rank {
+pub(super) struct Rank<'a> {
     /// Lengths of the two lists that `held` is a sparse form of.
     pub(super) placements: u32,
     pub(super) views: u32,
     pub(super) regions: List<Region, MAX_REGIONS>,
-    pub(super) held: List<Held, MAX_ITEMS>,
+    #[serde(borrow)]
+    pub(super) held: List<Held<'a>, MAX_ITEMS>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -161,33 +174,37 @@ pub(super) struct Contact {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Engine {
-    pub(super) engine: String,
+pub(super) struct Engine<'a> {
+    pub(super) engine: &'a str,
     pub(super) epoch: u128,
-    pub(super) items: List<Item, MAX_ITEMS>,
-    pub(super) groups: List<Group, MAX_ITEMS>,
-    pub(super) ranks: List<Rank, MAX_RANKS>,
+    #[serde(borrow)]
+    pub(super) items: List<Item<'a>, MAX_ITEMS>,
+    #[serde(borrow)]
+    pub(super) groups: List<Group<'a>, MAX_ITEMS>,
+    #[serde(borrow)]
+    pub(super) ranks: List<Rank<'a>, MAX_RANKS>,
     pub(super) contacts: List<Contact, MAX_RANKS>,
 }
 
 /// A hello after its fixed head.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Hello {
+pub(super) struct Hello<'a> {
     pub(super) abilities: u64,
-    pub(super) identity: String,
+    pub(super) identity: &'a str,
     pub(super) stripe: bool,
     pub(super) digest: [u8; 32],
-    pub(super) manifest: Engine,
+    #[serde(borrow)]
+    pub(super) manifest: Engine<'a>,
 }
 
 /// How a hello begins after its fixed head: the same fields as [`Hello`] has, as far as the first two of its [`Engine`].
 #[derive(Deserialize)]
-pub(super) struct HelloBegins {
+pub(super) struct HelloBegins<'a> {
     pub(super) _abilities: u64,
-    pub(super) identity: String,
+    pub(super) identity: &'a str,
     pub(super) stripe: bool,
     pub(super) _digest: [u8; 32],
-    pub(super) engine: String,
+    pub(super) engine: &'a str,
 }
 
 /// A hello without a manifest, after the same head.
@@ -356,11 +373,12 @@ pub(super) struct RunDigestAnswer {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Join {
-    pub(super) engine: String,
+pub(super) struct Join<'a> {
+    pub(super) engine: &'a str,
     pub(super) rank: u32,
     pub(super) epoch: u128,
-    pub(super) manifest: Rank,
+    #[serde(borrow)]
+    pub(super) manifest: Rank<'a>,
     pub(super) blob: List<u8, MAX_BLOB>,
 }
 

@@ -20,7 +20,7 @@
 //! ```
 //!
 //! Postcard is not self-describing: a decoder can only ever build the type that the frame's kind names. Lists are bounded
-//! by number, and no list reserves memory for more elements than have arrived. What is decoded is then converted in
+//! by number, and no list reserves memory for more than a few elements that have not arrived. What is decoded is then converted in
 //! [`convert`], the only place where a peer's bytes become values of the crates' own types; domain types are
 //! never serialisable themselves. Every fault is a [`WireError`] that says whose it is. Nothing here panics.
 

@@ -12,18 +12,38 @@ use kvferry_geometry::spec::{
 };
 use kvferry_geometry::units::{Bytes, ItemId, Name, RegionId, Tokens};
 
-use super::{ConvertError, Converted, text};
+use super::{ConvertError, Converted, bounded};
 use crate::manifest::{EngineManifest, RankContact};
 use crate::names::{EngineId, Epoch};
 use crate::wire::dto;
 
-fn name(n: String) -> Converted<Name> {
-    Ok(Name::new(&text(n)?))
+/// Names that were met lately: thousands of views have the same few, which are made once.
+#[derive(Default)]
+struct Names(Vec<Name>);
+
+impl Names {
+    const KEPT: usize = 8;
+
+    fn name(&mut self, n: &str) -> Converted<Name> {
+        if let Some(known) = self.0.iter().find(|known| known.as_str() == n) {
+            return Ok(known.clone());
+        }
+        let name = name(n)?;
+        if self.0.len() == Self::KEPT {
+            self.0.remove(0);
+        }
+        self.0.push(name.clone());
+        Ok(name)
+    }
 }
 
-impl TryFrom<dto::Component> for Component {
+fn name(n: &str) -> Converted<Name> {
+    Ok(Name::new(bounded(n)?))
+}
+
+impl TryFrom<dto::Component<'_>> for Component {
     type Error = ConvertError;
-    fn try_from(d: dto::Component) -> Converted<Self> {
+    fn try_from(d: dto::Component<'_>) -> Converted<Self> {
         let heads = match d.heads {
             dto::ValueHeads::Each => ValueHeads::Each,
             dto::ValueHeads::Shared => ValueHeads::Shared,
@@ -33,35 +53,35 @@ impl TryFrom<dto::Component> for Component {
     }
 }
 
-impl From<&Component> for dto::Component {
-    fn from(c: &Component) -> Self {
+impl<'a> From<&'a Component> for dto::Component<'a> {
+    fn from(c: &'a Component) -> Self {
         let heads = match c.heads {
             ValueHeads::Each => dto::ValueHeads::Each,
             ValueHeads::Shared => dto::ValueHeads::Shared,
         };
-        let (name, encoding) = (c.name.as_str().into(), c.encoding.as_str().into());
+        let (name, encoding) = (c.name.as_str(), c.encoding.as_str());
         Self { name, width: c.width.get(), encoding, span: c.span, heads }
     }
 }
 
-impl TryFrom<dto::StatePart> for StatePart {
+impl TryFrom<dto::StatePart<'_>> for StatePart {
     type Error = ConvertError;
-    fn try_from(d: dto::StatePart) -> Converted<Self> {
+    fn try_from(d: dto::StatePart<'_>) -> Converted<Self> {
         let (name, encoding) = (name(d.name)?, name(d.encoding)?);
         Ok(Self { name, units: d.units, rows: d.rows, width: Bytes::new(d.width), encoding })
     }
 }
 
-impl From<&StatePart> for dto::StatePart {
-    fn from(p: &StatePart) -> Self {
-        let (name, encoding) = (p.name.as_str().into(), p.encoding.as_str().into());
+impl<'a> From<&'a StatePart> for dto::StatePart<'a> {
+    fn from(p: &'a StatePart) -> Self {
+        let (name, encoding) = (p.name.as_str(), p.encoding.as_str());
         Self { name, units: p.units, rows: p.rows, width: p.width.get(), encoding }
     }
 }
 
-impl TryFrom<dto::Item> for Item {
+impl TryFrom<dto::Item<'_>> for Item {
     type Error = ConvertError;
-    fn try_from(d: dto::Item) -> Converted<Self> {
+    fn try_from(d: dto::Item<'_>) -> Converted<Self> {
         let kind = match d.kind {
             dto::ItemKind::Paged { heads, tokens_per_entry, components, retention } => {
                 let retention = match retention {
@@ -82,18 +102,18 @@ impl TryFrom<dto::Item> for Item {
     }
 }
 
-impl From<&Item> for dto::Item {
-    fn from(item: &Item) -> Self {
+impl<'a> From<&'a Item> for dto::Item<'a> {
+    fn from(item: &'a Item) -> Self {
         let kind = match &item.kind {
             ItemKind::State(s) => dto::ItemKind::State(s.parts.iter().map(dto::StatePart::from).collect()),
             // There is no other kind; a new one must be written here before it can be sent.
             _ => paged(item.as_paged()),
         };
-        Self { name: item.name.as_str().into(), kind }
+        Self { name: item.name.as_str(), kind }
     }
 }
 
-fn paged(item: Option<&PagedItem>) -> dto::ItemKind {
+fn paged(item: Option<&PagedItem>) -> dto::ItemKind<'_> {
     let retention = match item.map(|p| p.retention) {
         Some(Retention::Window(t)) => dto::Retention::Window(t.get()),
         Some(Retention::Chunk(t)) => dto::Retention::Chunk(t.get()),
@@ -108,45 +128,42 @@ fn paged(item: Option<&PagedItem>) -> dto::ItemKind {
     }
 }
 
-impl TryFrom<dto::Group> for CacheGroup {
+impl TryFrom<dto::Group<'_>> for CacheGroup {
     type Error = ConvertError;
-    fn try_from(d: dto::Group) -> Converted<Self> {
+    fn try_from(d: dto::Group<'_>) -> Converted<Self> {
         let items = d.items.into_iter().map(ItemId::new).collect();
         Ok(Self { name: name(d.name)?, items, block_tokens: Tokens::new(d.block_tokens) })
     }
 }
 
-impl From<&CacheGroup> for dto::Group {
-    fn from(g: &CacheGroup) -> Self {
+impl<'a> From<&'a CacheGroup> for dto::Group<'a> {
+    fn from(g: &'a CacheGroup) -> Self {
         let items = g.items.iter().map(|i| i.get()).collect();
-        Self { name: g.name.as_str().into(), items, block_tokens: g.block_tokens.get() }
+        Self { name: g.name.as_str(), items, block_tokens: g.block_tokens.get() }
     }
 }
 
-impl TryFrom<dto::PagedView> for PagedView {
-    type Error = ConvertError;
-    fn try_from(d: dto::PagedView) -> Converted<Self> {
-        let component = |c: dto::ComponentView| {
-            let chunks =
-                c.chunks.map(|(bytes, stride)| Chunks { bytes: Bytes::new(bytes), stride: Bytes::new(stride) });
-            Ok(ComponentView { chunks, ..ComponentView::new(name(c.name)?, c.offset, c.head_stride, c.entry_stride) })
-        };
-        Ok(Self {
-            region: RegionId::new(d.region),
-            offset: Bytes::new(d.offset),
-            block_stride: Bytes::new(d.block_stride),
-            blocks: d.blocks,
-            block_size: d.block_size,
-            kernel: KernelBlock { size: d.kernel_size, stride: Bytes::new(d.kernel_stride) },
-            components: d.components.into_iter().map(component).collect::<Converted<_>>()?,
-        })
-    }
+fn paged_view(names: &mut Names, d: dto::PagedView<'_>) -> Converted<PagedView> {
+    let component = |c: dto::ComponentView<'_>| {
+        let chunks = c.chunks.map(|(bytes, stride)| Chunks { bytes: Bytes::new(bytes), stride: Bytes::new(stride) });
+        let name = names.name(c.name)?;
+        Ok(ComponentView { chunks, ..ComponentView::new(name, c.offset, c.head_stride, c.entry_stride) })
+    };
+    Ok(PagedView {
+        region: RegionId::new(d.region),
+        offset: Bytes::new(d.offset),
+        block_stride: Bytes::new(d.block_stride),
+        blocks: d.blocks,
+        block_size: d.block_size,
+        kernel: KernelBlock { size: d.kernel_size, stride: Bytes::new(d.kernel_stride) },
+        components: d.components.into_iter().map(component).collect::<Converted<_>>()?,
+    })
 }
 
-impl From<&PagedView> for dto::PagedView {
-    fn from(v: &PagedView) -> Self {
-        let component = |c: &ComponentView| dto::ComponentView {
-            name: c.name.as_str().into(),
+impl<'a> From<&'a PagedView> for dto::PagedView<'a> {
+    fn from(v: &'a PagedView) -> Self {
+        let component = |c: &'a ComponentView| dto::ComponentView {
+            name: c.name.as_str(),
             offset: c.offset.get(),
             head_stride: c.head_stride.get(),
             entry_stride: c.entry_stride.get(),
@@ -165,27 +182,24 @@ impl From<&PagedView> for dto::PagedView {
     }
 }
 
-impl TryFrom<dto::StateView> for StateView {
-    type Error = ConvertError;
-    fn try_from(d: dto::StateView) -> Converted<Self> {
-        let part = |p: dto::PartView| {
-            let scratch_rows = p.scratch_rows;
-            Ok(PartView { scratch_rows, ..PartView::new(name(p.name)?, p.offset, p.row_stride, p.unit_stride) })
-        };
-        Ok(Self {
-            region: RegionId::new(d.region),
-            offset: Bytes::new(d.offset),
-            slot_stride: Bytes::new(d.slot_stride),
-            slots: d.slots,
-            parts: d.parts.into_iter().map(part).collect::<Converted<_>>()?,
-        })
-    }
+fn state_view(names: &mut Names, d: dto::StateView<'_>) -> Converted<StateView> {
+    let part = |p: dto::PartView<'_>| {
+        let (name, scratch_rows) = (names.name(p.name)?, p.scratch_rows);
+        Ok(PartView { scratch_rows, ..PartView::new(name, p.offset, p.row_stride, p.unit_stride) })
+    };
+    Ok(StateView {
+        region: RegionId::new(d.region),
+        offset: Bytes::new(d.offset),
+        slot_stride: Bytes::new(d.slot_stride),
+        slots: d.slots,
+        parts: d.parts.into_iter().map(part).collect::<Converted<_>>()?,
+    })
 }
 
-impl From<&StateView> for dto::StateView {
-    fn from(v: &StateView) -> Self {
-        let part = |p: &PartView| dto::PartView {
-            name: p.name.as_str().into(),
+impl<'a> From<&'a StateView> for dto::StateView<'a> {
+    fn from(v: &'a StateView) -> Self {
+        let part = |p: &'a PartView| dto::PartView {
+            name: p.name.as_str(),
             offset: p.offset.get(),
             row_stride: p.row_stride.get(),
             unit_stride: p.unit_stride.get(),
@@ -201,18 +215,15 @@ impl From<&StateView> for dto::StateView {
     }
 }
 
-impl TryFrom<dto::View> for View {
-    type Error = ConvertError;
-    fn try_from(d: dto::View) -> Converted<Self> {
-        Ok(match d {
-            dto::View::Paged(v) => Self::Paged(v.try_into()?),
-            dto::View::State(v) => Self::State(v.try_into()?),
-        })
-    }
+fn view(names: &mut Names, d: dto::View<'_>) -> Converted<View> {
+    Ok(match d {
+        dto::View::Paged(v) => View::Paged(paged_view(names, v)?),
+        dto::View::State(v) => View::State(state_view(names, v)?),
+    })
 }
 
-impl From<&View> for dto::View {
-    fn from(v: &View) -> Self {
+impl<'a> From<&'a View> for dto::View<'a> {
+    fn from(v: &'a View) -> Self {
         match v {
             View::Paged(v) => Self::Paged(v.into()),
             View::State(v) => Self::State(v.into()),
@@ -267,33 +278,37 @@ fn put<T>(list: &mut [Option<T>], item: u32, value: T) -> Converted<()> {
     }
 }
 
-impl TryFrom<dto::Rank> for RankManifest {
+impl TryFrom<dto::Rank<'_>> for RankManifest {
     type Error = ConvertError;
-    fn try_from(d: dto::Rank) -> Converted<Self> {
-        let mut placements = items("the placement", d.placements)?;
-        let mut views = items("the layout", d.views)?;
-        for held in d.held {
-            if let Some(p) = held.placement {
-                put(&mut placements, held.item, placement(held.item, *p)?)?;
-            }
-            if let Some(view) = held.view {
-                put(&mut views, held.item, View::try_from(*view)?)?;
-            }
-        }
-        let region = |r: dto::Region| Region {
-            len: Bytes::new(r.len),
-            kind: match r.kind {
-                dto::MemoryKind::Host => MemoryKind::Host,
-                dto::MemoryKind::Device(i) => MemoryKind::Device(i),
-            },
-        };
-        let regions = d.regions.into_iter().map(region).collect();
-        Ok(Self { placement: placements, layout: CacheLayout { regions, views } })
+    fn try_from(d: dto::Rank<'_>) -> Converted<Self> {
+        rank(&mut Names::default(), d)
     }
 }
 
-impl From<&RankManifest> for dto::Rank {
-    fn from(r: &RankManifest) -> Self {
+fn rank(names: &mut Names, d: dto::Rank<'_>) -> Converted<RankManifest> {
+    let mut placements = items("the placement", d.placements)?;
+    let mut views = items("the layout", d.views)?;
+    for held in d.held {
+        if let Some(p) = held.placement {
+            put(&mut placements, held.item, placement(held.item, *p)?)?;
+        }
+        if let Some(view) = held.view {
+            put(&mut views, held.item, self::view(names, *view)?)?;
+        }
+    }
+    let region = |r: dto::Region| Region {
+        len: Bytes::new(r.len),
+        kind: match r.kind {
+            dto::MemoryKind::Host => MemoryKind::Host,
+            dto::MemoryKind::Device(i) => MemoryKind::Device(i),
+        },
+    };
+    let regions = d.regions.into_iter().map(region).collect();
+    Ok(RankManifest { placement: placements, layout: CacheLayout { regions, views } })
+}
+
+impl<'a> From<&'a RankManifest> for dto::Rank<'a> {
+    fn from(r: &'a RankManifest) -> Self {
         let (placements, views) = (&r.placement, &r.layout.views);
         let region = |x: &Region| dto::Region {
             len: x.len.get(),
@@ -317,9 +332,9 @@ impl From<&RankManifest> for dto::Rank {
     }
 }
 
-impl TryFrom<dto::Engine> for EngineManifest {
+impl TryFrom<dto::Engine<'_>> for EngineManifest {
     type Error = ConvertError;
-    fn try_from(d: dto::Engine) -> Converted<Self> {
+    fn try_from(d: dto::Engine<'_>) -> Converted<Self> {
         let (items, ranks) = (d.items.0.len(), d.ranks.0.len());
         // Before lists of that size are made: a rank costs few bytes on the wire, whatever it announces.
         if items.saturating_mul(ranks) > MAX_PLACEMENTS {
@@ -335,21 +350,22 @@ impl TryFrom<dto::Engine> for EngineManifest {
         }
         let items = d.items.into_iter().map(Item::try_from).collect::<Converted<_>>()?;
         let groups = d.groups.into_iter().map(CacheGroup::try_from).collect::<Converted<_>>()?;
-        let ranks = d.ranks.into_iter().map(RankManifest::try_from).collect::<Converted<_>>()?;
+        let mut names = Names::default();
+        let ranks = d.ranks.into_iter().map(|r| rank(&mut names, r)).collect::<Converted<_>>()?;
         let contact = |c: dto::Contact| RankContact { epoch: Epoch::new(c.epoch), blob: Arc::from(c.blob.0) };
         let contacts = d.contacts.into_iter().map(contact).collect();
-        let engine = EngineId::new(&d.engine)?;
+        let engine = EngineId::new(d.engine)?;
         let cache = Manifest::new(ModelSpec::new(items)?, groups, ranks)?;
         Ok(Self::new(engine, Epoch::new(d.epoch), cache, contacts)?)
     }
 }
 
-impl From<&EngineManifest> for dto::Engine {
-    fn from(m: &EngineManifest) -> Self {
+impl<'a> From<&'a EngineManifest> for dto::Engine<'a> {
+    fn from(m: &'a EngineManifest) -> Self {
         let cache = m.cache();
         let contact = |c: &RankContact| dto::Contact { epoch: c.epoch.get(), blob: c.blob.iter().copied().collect() };
         Self {
-            engine: m.engine().as_str().into(),
+            engine: m.engine().as_str(),
             epoch: m.epoch().get(),
             items: cache.spec().items().iter().map(dto::Item::from).collect(),
             groups: cache.groups().iter().map(dto::Group::from).collect(),

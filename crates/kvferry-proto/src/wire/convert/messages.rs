@@ -38,9 +38,9 @@ impl TryFrom<dto::Refused> for Reasons {
     }
 }
 
-impl TryFrom<dto::Engine> for Shared {
+impl TryFrom<dto::Engine<'_>> for Shared {
     type Error = ConvertError;
-    fn try_from(d: dto::Engine) -> Converted<Self> {
+    fn try_from(d: dto::Engine<'_>) -> Converted<Self> {
         Ok(Self(Arc::new(EngineManifest::try_from(d)?)))
     }
 }
@@ -296,11 +296,11 @@ impl From<&RunDigestAnswer> for dto::RunDigestAnswer {
     }
 }
 
-impl TryFrom<dto::Join> for RankJoin {
+impl TryFrom<dto::Join<'_>> for RankJoin {
     type Error = ConvertError;
-    fn try_from(d: dto::Join) -> Converted<Self> {
+    fn try_from(d: dto::Join<'_>) -> Converted<Self> {
         Ok(Self {
-            engine: EngineId::new(&d.engine)?,
+            engine: EngineId::new(d.engine)?,
             rank: RankId::new(d.rank),
             epoch: Epoch::new(d.epoch),
             manifest: d.manifest.try_into()?,
@@ -309,10 +309,10 @@ impl TryFrom<dto::Join> for RankJoin {
     }
 }
 
-impl From<&RankJoin> for dto::Join {
-    fn from(m: &RankJoin) -> Self {
+impl<'a> From<&'a RankJoin> for dto::Join<'a> {
+    fn from(m: &'a RankJoin) -> Self {
         Self {
-            engine: m.engine.as_str().into(),
+            engine: m.engine.as_str(),
             rank: m.rank.get(),
             epoch: m.epoch.get(),
             manifest: (&m.manifest).into(),
