@@ -28,6 +28,9 @@ pub(crate) struct Native {
     vars: Vec<(&'static str, String)>,
 }
 
+/// How UCX learns what memory is unmapped.
+const HOOKS: &str = "UCX_MEM_MMAP_HOOK_MODE";
+
 /// Fetches what isn't there and prints the environment for a shell's `eval`.
 pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
     let native = prepare()?;
@@ -65,6 +68,10 @@ pub(crate) fn prepare() -> Result<Native, NativeError> {
         let given = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
         let dirs = [libraries, nixl.join("nixl_cu12.libs")];
         native.vars.push(("LD_LIBRARY_PATH", in_front(&dirs, &given)));
+    }
+    // Why: "Load it early" in the documentation of kvferry-nixl. All memory is registered by name, so nothing needs the hooks.
+    if std::env::var_os(HOOKS).is_none() {
+        native.vars.push((HOOKS, "none".to_owned()));
     }
     Ok(native)
 }

@@ -66,6 +66,14 @@
 //! A whole batch takes as long as a bare loop of NIXL's calls over the same descriptors, within the noise of a machine that
 //! is also used for other work; `docs/performance.md` has the figures, also with threads of the plugin.
 //!
+//! # Load it early
+//! When the first endpoint loads NIXL's plugin UCX, UCX patches `mmap`, `brk` and their like in the running process, to learn what is
+//! unmapped, and tries that by moving the end of glibc's main heap up and back, as if no other thread were there (UCX 1.22,
+//! `ucm/mmap/install.c`). What another thread takes from that heap in between is cut off: `break adjusted to free malloc space`, or a
+//! segmentation fault. So open the first endpoint before other threads begin, or set `UCX_MEM_MMAP_HOOK_MODE=none` in the environment
+//! that the process starts with, as `cargo xtask` does: all memory is registered by name here, so that nothing needs the hooks. (Of
+//! 100 loads beside a thread that did nothing but allocate, 7 crashed; of 200 without hooks, none.)
+//!
 //! # What it is not
 //! It knows nothing of the meaning of bytes. Only host memory can be registered. Plugins that move bytes between memory and storage
 //! are refused. A child of a fork gets errors.

@@ -55,6 +55,8 @@
 //! `UCX_*` variables of the environment apply, behind what [`UcxConfig`] sets. UCX writes its warnings to the standard output unless
 //! `UCX_LOG_FILE` says otherwise. Memory is registered where it is; UCX's lanes of mapped memory (`ucp_rkey_ptr`) reach only what UCX
 //! itself has allocated, so they carry messages here, and mapped memory on one host is the business of `kvferry-shm`. Host memory only; the feature `ib` builds the transports for InfiniBand and RoCE in.
+//! UCX is part of the program, and patches `brk` before its first thread begins. Where the program is a library that others load (a
+//! module of Python), set `UCX_MEM_MMAP_HOOK_MODE=none`, or load it before they have threads: see `kvferry-nixl`, "Load it early".
 //!
 //! | file | what it is |
 //! |---|---|
