@@ -9,6 +9,7 @@
 //!
 //! `KVFERRY_BENCH_ONLY=requests,peers` chooses; `KVFERRY_BENCH_SECONDS` is the time of one measurement (default 3),
 //! `KVFERRY_BENCH_BESIDE_MIB` the length of the long request (default 4096). System calls are counted with `perf` where it may.
+//! `--features mimalloc` measures with that allocator instead of the system's.
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a benchmark")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -29,6 +30,10 @@ use tokio::runtime::Handle;
 
 mod fair;
 mod peers;
+
+#[cfg(feature = "mimalloc")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const KEY: ContentKey = ContentKey::from_bytes([7; 32]);
 /// Requests under way at the limit, and blocks of one.

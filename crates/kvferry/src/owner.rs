@@ -1,5 +1,6 @@
 //! The engine's control endpoint, as engines use it.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -435,8 +436,22 @@ impl Drop for Unseen<'_> {
     }
 }
 
+/// Random numbers that are drawn from the system at a time: each offer needs one, and a draw is a system call.
+const DRAWN: usize = 16;
+
+thread_local! {
+    /// Those that were drawn and not given out.
+    static RANDOM: RefCell<Vec<u128>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A number that nobody can guess, and that was not given before.
 pub(crate) fn random() -> Result<u128, String> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).map_err(|e| e.to_string())?;
-    Ok(u128::from_le_bytes(bytes))
+    RANDOM.with_borrow_mut(|left| {
+        if left.is_empty() {
+            let mut bytes = [0; 16 * DRAWN];
+            getrandom::fill(&mut bytes).map_err(|e| e.to_string())?;
+            left.extend(bytes.as_chunks().0.iter().map(|number| u128::from_le_bytes(*number)));
+        }
+        left.pop().ok_or_else(|| "none were drawn".to_owned())
+    })
 }

@@ -7,6 +7,8 @@ use crate::units::{BlockId, TokenRange, Tokens};
 
 /// The most blocks that a map is made of for a short list: a mebibyte.
 const LARGEST_MAP: u32 = 1 << 23;
+/// A list of so many is compared each with each.
+const FEW: usize = 16;
 
 /// Consecutive table positions with consecutive block ids.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -167,6 +169,9 @@ impl BlockTable {
     pub(super) fn repeated(&self, blocks: u32, from: u64, to: u64) -> Option<BlockId> {
         match &self.ids {
             Ids::Stretches(list) => {
+                if list.len() < 2 {
+                    return None;
+                }
                 // The part of every stretch that lies inside; what is cut off has fewer than 2^32 entries.
                 let inside = |s: &Stretch| {
                     let (a, b) = (s.position.max(from), (s.position + u64::from(s.count)).min(to));
@@ -180,8 +185,12 @@ impl BlockTable {
             Ids::List(list) => {
                 let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(list.len());
                 let listed = &list[fits(from)..fits(to)];
-                // A map of all blocks is quick, but a peer may claim that it has very many.
-                if blocks > LARGEST_MAP && (listed.len() as u64).saturating_mul(64) < u64::from(blocks) {
+                if listed.len() <= FEW {
+                    return (1..listed.len()).find(|&i| listed[..i].contains(&listed[i])).map(|i| listed[i]);
+                }
+                // A map of all blocks is quick, but there may be thousands for each that is listed, and a peer may claim that it has very many.
+                let room = if blocks > LARGEST_MAP { 64 } else { 4096 };
+                if (listed.len() as u64).saturating_mul(room) < u64::from(blocks) {
                     let mut sorted = listed.to_vec();
                     sorted.sort_unstable();
                     return sorted.windows(2).find(|w| w[0] == w[1]).map(|w| w[0]);
@@ -279,5 +288,43 @@ mod tests {
             }
         }
         assert_eq!(BlockTable::from_runs(0, &[]), BlockTable::default());
+    }
+
+    /// Whichever way it is looked for: few and many ids, in a row and scattered, of few blocks and of more than are ever mapped.
+    #[test]
+    fn an_id_that_stands_twice_is_found() {
+        let mut seed = 7u64;
+        let mut below = |n: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % n
+        };
+        let mut found = [[0; 2]; 4];
+        for round in 0..4000 {
+            let (way, blocks) = match round % 4 {
+                0 => (0, 64),
+                1 => (1, 1000),
+                2 => (2, 1 << 20),
+                _ => (3, LARGEST_MAP + 1),
+            };
+            let (count, step) = (below(60), below(3));
+            let mut ids: Vec<BlockId> = (0..count)
+                .map(|i| if step == 0 { below(u64::from(blocks)) } else { (i * step) % u64::from(blocks) })
+                .map(|id| BlockId::new(u32::try_from(id).unwrap_or(0)))
+                .collect();
+            if below(2) == 0 && ids.len() > 1 {
+                let (from, to) = (below(count), below(count));
+                ids[usize::try_from(to).unwrap_or(0)] = ids[usize::try_from(from).unwrap_or(0)];
+            }
+            let from = below(4);
+            let to = from + below(70);
+            let inside = ids.iter().enumerate().filter(|(i, _)| (from..to).contains(&(*i as u64))).map(|(_, id)| *id);
+            let inside: Vec<BlockId> = inside.collect();
+            let twice = |id: BlockId| inside.iter().filter(|i| **i == id).count() > 1;
+            let told = BlockTable::new(0, &ids).repeated(blocks, from, to);
+            assert_eq!(told.is_some(), inside.iter().any(|id| twice(*id)), "{ids:?} {from} {to} {blocks}");
+            assert!(told.is_none_or(twice), "{told:?} of {ids:?}");
+            found[way][usize::from(told.is_some())] += 1;
+        }
+        assert!(found.iter().flatten().all(|n| *n > 100), "{found:?}");
     }
 }
