@@ -32,12 +32,16 @@ fn corpus(target: &Target) -> Vec<(PathBuf, Vec<u8>)> {
     match target.name {
         "config" => dirs.push(here.join("../crates/kvferry-models/presets")),
         "describe" => dirs.push(here.join("../crates/kvferry-models/examples")),
+        "scenario" => dirs.extend(["../docs/guides", "../crates/kvferry-topology/presets"].map(|dir| here.join(dir))),
+        "trace" => dirs.push(here.join("../crates/kvferry-topology/tests/data")),
         _ => {}
     }
     let mut files: Vec<PathBuf> = Vec::new();
     for dir in dirs {
         let before = files.len();
-        files.extend(std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path()));
+        let all = std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path());
+        // Pages about scenarios stand beside them.
+        files.extend(all.filter(|path| path.extension().is_none_or(|kind| kind != "md" && kind != "svg")));
         assert!(files.len() > before, "{} is empty", dir.display());
     }
     files.sort();
@@ -177,6 +181,18 @@ fn links_with_a_shared_key() {
 #[test]
 fn settings() {
     replay("settings", &["settings", "Syntax", "Missing", "Invalid", "Contradiction"]);
+}
+
+#[test]
+fn scenarios() {
+    let faults = ["Form", "Value", "Cluster", "ClusterError", "Engine", "Load", "Mismatch", "Unreadable"];
+    let places = [&["scenario", "cluster", "drawn"][..], &faults[..]].concat();
+    replay("scenario", &places);
+}
+
+#[test]
+fn traces() {
+    replay("trace", &["trace", "prefix", "no prefix", "Conflict", "Json", "Missing", "Range", "Value"]);
 }
 
 #[test]

@@ -9,6 +9,8 @@
 //! `docs/configuration.md` lists them with an example.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -32,6 +34,9 @@ mod tests;
 mod value;
 
 pub use fault::{ConfigError, ConfigErrors, ConfigFault};
+
+/// The most bytes of a file.
+const MAX_FILE: u64 = 1 << 20;
 
 /// Everything that an engine's owner and its workers can be told.
 #[derive(Clone, PartialEq, Debug)]
@@ -185,13 +190,14 @@ impl EngineConfig {
     /// Every fault in it.
     pub fn from_file(path: &Path) -> Result<Self, ConfigErrors> {
         let file = path.display().to_string();
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::from_toml(&file, &text),
-            Err(error) => {
-                let fault = ConfigFault::Unreadable(error.to_string());
-                Err(ConfigErrors(vec![ConfigError { file, line: None, key: String::new(), fault }]))
-            }
-        }
+        let mut text = String::new();
+        let reason = match File::open(path).and_then(|f| f.take(MAX_FILE + 1).read_to_string(&mut text)) {
+            Ok(len) if len as u64 <= MAX_FILE => return Self::from_toml(&file, &text),
+            Ok(_) => format!("it has more than the {MAX_FILE} bytes that are read"),
+            Err(error) => error.to_string(),
+        };
+        let fault = ConfigFault::Unreadable(reason);
+        Err(ConfigErrors(vec![ConfigError { file, line: None, key: String::new(), fault }]))
     }
 
     /// Reads a text; `file` is what messages call it.

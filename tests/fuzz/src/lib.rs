@@ -7,8 +7,10 @@
 //! | [`layout`] | choices that write a spec, placements and views, some of them overwritten by extreme numbers | views of an accepted manifest lie in their regions and apart, and its ranks hold everything |
 //! | [`params`] | a router's parameters, a reference, an address | what is read is written, and read as the same |
 //! | [`request`] | two such engines and a request | batches lie in the regions, write no byte twice, and staged moves the same bytes as direct |
+//! | [`scenario`] | a simulation's or a cluster's TOML | what is accepted has its GPUs, ranks, links and requests |
 //! | [`secure`] | what strangers say to an end with a shared key, a key's text, changes to what two ends say | nobody without the key is believed; what arrives is what was said |
 //! | [`settings`] | an engine's configuration | what is accepted has no contradiction, what is not has a fault |
+//! | [`trace`] | recorded requests | what is accepted is in order and in range |
 //! | [`wire`] | frames of each link | what is read is written again as the same bytes |
 //!
 //! Every target also promises to end soon and to need little memory ([`Target::memory`]), whatever its input says; who runs it
@@ -28,8 +30,10 @@ pub mod params;
 mod promise;
 mod reader;
 pub mod request;
+pub mod scenario;
 pub mod secure;
 pub mod settings;
+pub mod trace;
 pub mod wire;
 
 use std::collections::BTreeSet;
@@ -108,8 +112,10 @@ pub const TARGETS: &[Target] = &[
     Target { name: "layout", run: layout::run, is_text: false, memory: WHOLE, read: None },
     Target { name: "params", run: params::run, is_text: true, memory: DECODER, read: None },
     Target { name: "request", run: request::run, is_text: false, memory: WHOLE, read: None },
+    Target { name: "scenario", run: scenario::run, is_text: true, memory: WHOLE, read: None },
     Target { name: "secure", run: secure::run, is_text: false, memory: DECODER, read: None },
     Target { name: "settings", run: settings::run, is_text: true, memory: DECODER, read: None },
+    Target { name: "trace", run: trace::run, is_text: true, memory: DECODER, read: None },
     Target { name: "wire", run: wire::run, is_text: false, memory: WHOLE, read: Some(wire::read) },
 ];
 

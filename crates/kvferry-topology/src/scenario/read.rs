@@ -1,5 +1,6 @@
 //! Scenarios in TOML.
 
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -116,11 +117,13 @@ struct FailureTable {
 pub(super) fn text(path: &Path) -> Result<String, ScenarioError> {
     let file = path.display().to_string();
     let unreadable = |reason: String| ScenarioError::Unreadable { file: file.clone(), reason };
-    let len = std::fs::metadata(path).map_err(|e| unreadable(e.to_string()))?.len();
-    if len > MAX_BYTES {
-        return Err(unreadable(format!("it has {len} bytes, more than the {MAX_BYTES} that are read")));
+    let mut text = String::new();
+    // A file that has no length, as a device or a pipe, may have no end either.
+    let read = std::fs::File::open(path).and_then(|f| f.take(MAX_BYTES + 1).read_to_string(&mut text));
+    match read.map_err(|e| unreadable(e.to_string()))? {
+        len if len as u64 > MAX_BYTES => Err(unreadable(format!("it has more than the {MAX_BYTES} bytes that are read"))),
+        _ => Ok(text),
     }
-    std::fs::read_to_string(path).map_err(|e| unreadable(e.to_string()))
 }
 
 /// What is wrong so far.
@@ -342,7 +345,7 @@ fn overrule<T: Default>(key: &str, said: &Side<T>, d: &mut EngineDescription, fa
 }
 
 fn engines_of(said: &Option<i64>) -> u64 {
-    u64::try_from(said.unwrap_or(1)).unwrap_or(1)
+    u64::try_from(said.unwrap_or(1).clamp(1, MAX_ENGINES)).unwrap_or(1)
 }
 
 fn fleet(
