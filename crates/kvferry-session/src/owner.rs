@@ -347,7 +347,7 @@ impl OwnerSession {
 
     /// Another owner's hello has begun so; it follows as a [message](Self::peer_message) once its manifest is proven, which for a
     /// large engine takes longer than all else. Who is told of this answers meanwhile; who isn't answers later.
-    pub fn peer_greets(&mut self, link: LinkId, claim: &Claim, now: Duration) {
+    pub fn peer_claims(&mut self, link: LinkId, claim: &Claim, now: Duration) {
         self.now = now;
         self.on_claim(link, claim);
     }

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use kvferry_geometry::units::Bytes;
 use kvferry_memory::{BufferOptions, SharedBuffer};
+use kvferry_proto::handshake::Claim;
 use kvferry_proto::names::{Epoch, LeaseId};
 use kvferry_session::owner::{LinkId, RankLinkId};
 use kvferry_session::pairing::Pairings;
@@ -102,6 +103,8 @@ pub(crate) enum Happens<E> {
     Opened(u64),
     /// A message arrives at the connector (false) or at the other end.
     Peer(u64, bool, Packet),
+    /// What a hello claims is heard, which arrives later.
+    Claim(u64, bool, Box<Claim>),
     /// An end hears that the connection is gone.
     Closed(u64, bool),
     /// A connection could not be made.
@@ -296,7 +299,9 @@ impl<S: Script> World<S> {
             Happens::Step(who, _) => Some(*who),
             Happens::Accept(conn) => end(conn, true),
             Happens::Opened(conn) => end(conn, false),
-            Happens::Peer(conn, second, _) | Happens::Closed(conn, second) => end(conn, *second),
+            Happens::Peer(conn, second, _) | Happens::Claim(conn, second, _) | Happens::Closed(conn, second) => {
+                end(conn, *second)
+            }
             Happens::NotMade(engine, ..)
             | Happens::RankAccept(engine, ..)
             | Happens::FromRank(engine, ..)
@@ -321,6 +326,7 @@ impl<S: Script> World<S> {
             Happens::Accept(conn) => self.accept(conn),
             Happens::Opened(conn) => self.opened(conn),
             Happens::Peer(conn, second, packet) => self.peer_message(conn, second, packet),
+            Happens::Claim(conn, second, claim) => self.peer_claims(conn, second, &claim),
             Happens::Closed(conn, second) => self.hears_close(conn, second),
             Happens::NotMade(engine, life, link) => self.not_made(engine, life, link),
             Happens::RankAccept(engine, rank, life) => self.rank_accept(engine, rank, life),

@@ -190,10 +190,13 @@ impl EngineConfig {
     /// Every fault in it.
     pub fn from_file(path: &Path) -> Result<Self, ConfigErrors> {
         let file = path.display().to_string();
-        let mut text = String::new();
-        let reason = match File::open(path).and_then(|f| f.take(MAX_FILE + 1).read_to_string(&mut text)) {
-            Ok(len) if len as u64 <= MAX_FILE => return Self::from_toml(&file, &text),
-            Ok(_) => format!("it has more than the {MAX_FILE} bytes that are read"),
+        let mut bytes = Vec::new();
+        let reason = match File::open(path).and_then(|f| f.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
+            Ok(len) if len as u64 > MAX_FILE => format!("it has more than the {MAX_FILE} bytes that are read"),
+            Ok(_) => match String::from_utf8(bytes) {
+                Ok(text) => return Self::from_toml(&file, &text),
+                Err(error) => format!("it is not UTF-8 text: {error}"),
+            },
             Err(error) => error.to_string(),
         };
         let fault = ConfigFault::Unreadable(reason);

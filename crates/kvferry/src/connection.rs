@@ -71,9 +71,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + fmt::Debug> Duplex for S {}
 #[derive(Debug)]
 pub(crate) struct Common {
     /// Long messages of strangers that are decoded at a time: each may be a hello of whom nobody knows yet.
-    long_of_strangers: Semaphore,
+    long_of_strangers: Arc<Semaphore>,
     /// The same of peers: strangers don't delay them.
-    long_of_peers: Semaphore,
+    long_of_peers: Arc<Semaphore>,
     /// The longest message of a stranger.
     stranger_message: usize,
     /// Bytes of unfinished messages of all strangers, and the limit on them.
@@ -83,8 +83,8 @@ pub(crate) struct Common {
 impl Common {
     pub(crate) fn new(limits: &ConnectionLimits) -> Self {
         Self {
-            long_of_strangers: Semaphore::new(LONG_MESSAGES),
-            long_of_peers: Semaphore::new(LONG_MESSAGES),
+            long_of_strangers: Arc::new(Semaphore::new(LONG_MESSAGES)),
+            long_of_peers: Arc::new(Semaphore::new(LONG_MESSAGES)),
             stranger_message: limits.stranger_message,
             stranger_bytes: (AtomicUsize::new(0), limits.stranger_bytes),
         }
@@ -98,8 +98,8 @@ pub(crate) trait Voice: Copy + Send + Sync + 'static {
     const TRUSTED: bool;
     fn decode(frame: &Frame) -> Result<Self::Message, String>;
     fn said(self, messages: Vec<Self::Message>) -> News;
-    /// What is told of a long message of a stranger before it is decoded.
-    fn begins(self, _: &Frame) -> Option<News> {
+    /// What is told of a stranger's long message while it is decoded.
+    fn claims(self, _: &Frame) -> Option<News> {
         None
     }
     fn nonsense(self, reason: String) -> News;
@@ -115,8 +115,8 @@ impl Voice for LinkId {
     fn said(self, messages: Vec<PeerMessage>) -> News {
         News::PeerSaid(self, messages)
     }
-    fn begins(self, frame: &Frame) -> Option<News> {
-        wire::claim(frame).map(|claim| News::PeerGreets(self, claim))
+    fn claims(self, frame: &Frame) -> Option<News> {
+        wire::claim(frame).map(|claim| News::PeerClaims(self, claim))
     }
     fn nonsense(self, reason: String) -> News {
         News::PeerNonsense(self, reason)
@@ -331,34 +331,42 @@ impl<V: Voice> Listener<V> {
                 Ok(None) => return (messages, None),
                 Err(error) => return (messages, Some(error.to_string())),
             };
-            match self.decode(frame).await {
+            match self.decode(frame, messages.is_empty()).await {
                 Ok(message) => messages.push(message),
                 Err(reason) => return (messages, Some(reason)),
             }
         }
     }
 
-    /// Decodes a frame; a long one beside the runtime's threads, and only a few at a time. Our ranks wait for nobody.
-    async fn decode(&self, frame: Frame) -> Result<V::Message, String> {
+    /// Decodes a frame; a long one beside the runtime's threads, and only a few at a time. Our ranks wait for nobody. What a stranger
+    /// [claims](Voice::claims) is told meanwhile, but not before what came `first` in the same read.
+    async fn decode(&self, frame: Frame, first: bool) -> Result<V::Message, String> {
         if frame.body.len() <= LONG {
             return V::decode(&frame);
         }
+        let stranger = !V::TRUSTED && !self.control.trusted.load(Ordering::Relaxed);
         let pool = match V::TRUSTED {
             true => None,
-            false if self.control.trusted.load(Ordering::Relaxed) => Some(&self.common.long_of_peers),
-            false => {
-                if let Some(news) = self.whose.begins(&frame) {
-                    // Refused only when the driver is gone.
-                    drop(self.news.send(news));
-                }
-                Some(&self.common.long_of_strangers)
-            }
+            false if stranger => Some(&self.common.long_of_strangers),
+            false => Some(&self.common.long_of_peers),
         };
-        let _permit = match pool {
-            Some(pool) => Some(pool.acquire().await.map_err(|e| e.to_string())?),
+        let permit = match pool {
+            Some(pool) => Some(pool.clone().acquire_owned().await.map_err(|e| e.to_string())?),
             None => None,
         };
-        tokio::task::spawn_blocking(move || V::decode(&frame)).await.map_err(|e| e.to_string())?
+        if stranger
+            && first
+            && let Some(news) = self.whose.claims(&frame)
+        {
+            // Refused only when the driver is gone.
+            drop(self.news.send(news));
+        }
+        // What is being decoded counts until it is, also where the connection ends meanwhile.
+        let decode = move || {
+            let _permit = permit;
+            V::decode(&frame)
+        };
+        tokio::task::spawn_blocking(decode).await.map_err(|e| e.to_string())?
     }
 }
 
@@ -553,12 +561,73 @@ mod tests {
         rank.write_all(&long()).await.unwrap();
         assert!(matches!(next(&of_rank).await[..], [News::RankClosed(..)]));
         assert!(tokio::time::timeout(Duration::from_millis(50), of_stranger.filled()).await.is_err(), "it waits");
-        // How a long hello begins is told before it waits.
-        let (_greeting, of_greeting, mut greets) = link(false);
-        let begins = include_bytes!("../../../tests/data/wire/v2/00.frame");
-        let hello = [&40_000u32.to_le_bytes()[..], &begins[4..], &vec![0; 40_006 - begins.len()]].concat();
-        greets.write_all(&hello).await.unwrap();
-        assert!(matches!(&next(&of_greeting).await[..], [News::PeerGreets(LINK, claim)] if claim.versions.max == 2));
+    }
+
+    /// What a stranger's long hello claims is told before it is read, and before nothing else.
+    #[tokio::test]
+    async fn a_claim_is_told_before_its_hello_is_read() {
+        let short = include_bytes!("../../../tests/data/wire/v2/00.frame");
+        let hello = [&40_000u32.to_le_bytes()[..], &short[4..], &vec![0; 40_006 - short.len()]].concat();
+        for (said, claimed) in [(hello.clone(), true), ([&refused()[..], &hello].concat(), false)] {
+            let (_connection, heard, mut theirs) = connection();
+            theirs.write_all(&said).await.unwrap();
+            let mut news = Vec::new();
+            while !matches!(news.last(), Some(News::PeerNonsense(..))) {
+                news.extend(next(&heard).await);
+            }
+            match &news[..] {
+                [News::PeerClaims(LINK, claim), News::PeerNonsense(..)] => assert!(claimed && claim.versions.max == 2),
+                [News::PeerSaid(LINK, said), News::PeerNonsense(..)] => assert!(!claimed && said.len() == 1),
+                other => panic!("{other:?}"),
+            }
+        }
+        // Of a peer that is known it is not news.
+        let (connection, heard, mut theirs) = connection();
+        connection.trust();
+        theirs.write_all(&hello).await.unwrap();
+        assert!(matches!(&next(&heard).await[..], [News::PeerNonsense(..)]));
+    }
+
+    /// A link whose message takes long to decode.
+    #[derive(Clone, Copy)]
+    struct Slow;
+
+    impl Voice for Slow {
+        type Message = ();
+        const TRUSTED: bool = false;
+        fn decode(_: &Frame) -> Result<(), String> {
+            std::thread::sleep(Duration::from_millis(300));
+            Ok(())
+        }
+        fn said(self, _: Vec<()>) -> News {
+            News::Drained
+        }
+        fn nonsense(self, reason: String) -> News {
+            News::PeerNonsense(LINK, reason)
+        }
+        fn closed(self, reason: String) -> News {
+            News::PeerClosed(LINK, reason)
+        }
+    }
+
+    /// However many connect, send something long and are sent away: no more is decoded at a time.
+    #[tokio::test]
+    async fn what_is_decoded_counts_after_its_connection() {
+        let common = Arc::new(Common::new(&ConnectionLimits::default()));
+        let free = || common.long_of_strangers.available_permits();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let (tell, _heard) = inbox();
+        let connection = Connection::start(Stream::Unix(ours), Slow, tell, common.clone());
+        theirs.write_all(&[&40_000u32.to_le_bytes()[..], &[9, 0], &[0; 40_000]].concat()).await.unwrap();
+        while free() == LONG_MESSAGES {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        drop(connection);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(free(), LONG_MESSAGES - 1, "it is still being decoded");
+        while free() < LONG_MESSAGES {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 
     #[tokio::test]

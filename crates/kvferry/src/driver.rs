@@ -173,7 +173,7 @@ pub(crate) enum News {
     MemoryConnected(LinkId, MemoryEnd),
     PeerSaid(LinkId, Vec<PeerMessage>),
     /// Its hello has begun so, and is still being read.
-    PeerGreets(LinkId, Claim),
+    PeerClaims(LinkId, Claim),
     PeerNonsense(LinkId, String),
     PeerClosed(LinkId, String),
     /// A rank has connected.
@@ -436,7 +436,7 @@ impl Driver {
                 }
             }
             News::PeerSaid(link, messages) => self.peer_said(link, messages),
-            News::PeerGreets(link, claim) => self.session.peer_greets(link, &claim, now),
+            News::PeerClaims(link, claim) => self.session.peer_claims(link, &claim, now),
             News::PeerNonsense(link, reason) => self.session.link_fault(link, &reason, now),
             News::PeerClosed(link, reason) => {
                 self.drop_peer(link);

@@ -296,7 +296,7 @@ impl Owner {
 
     async fn lend(&self, spec: OfferSpec, streamed: bool) -> Result<Reference, CallError> {
         let address = self.shared.address.clone().ok_or(CallError::NotListening)?;
-        let lease = LeaseId::new(random().map_err(CallError::Random)?);
+        let lease = random_lease().map_err(CallError::Random)?;
         let (ttl, offer) = (spec.ttl, Offer { groups: spec.groups, content_key: spec.content_key });
         let mut unseen = Unseen(Some((lease, &self.caller)));
         let offered = self.call(|reply| Command::Offer { lease, offer, ttl, streamed, reply }).await;
@@ -436,22 +436,28 @@ impl Drop for Unseen<'_> {
     }
 }
 
-/// Random numbers that are drawn from the system at a time: each offer needs one, and a draw is a system call.
-const DRAWN: usize = 16;
-
-thread_local! {
-    /// Those that were drawn and not given out.
-    static RANDOM: RefCell<Vec<u128>> = const { RefCell::new(Vec::new()) };
+/// A number that nobody can guess.
+pub(crate) fn random() -> Result<u128, String> {
+    Ok(randoms::<1>()?[0])
 }
 
-/// A number that nobody can guess, and that was not given before.
-pub(crate) fn random() -> Result<u128, String> {
-    RANDOM.with_borrow_mut(|left| {
+fn randoms<const N: usize>() -> Result<[u128; N], String> {
+    let mut bytes = [[0; 16]; N];
+    getrandom::fill(bytes.as_flattened_mut()).map_err(|e| e.to_string())?;
+    Ok(bytes.map(u128::from_le_bytes))
+}
+
+thread_local! {
+    /// Numbers for leases that were drawn and not given out: each offer needs one, and drawing is a system call. For nothing else, as
+    /// a forked process has the same ones; an owner is of no use there.
+    static LEASES: RefCell<Vec<u128>> = const { RefCell::new(Vec::new()) };
+}
+
+fn random_lease() -> Result<LeaseId, String> {
+    LEASES.with_borrow_mut(|left| {
         if left.is_empty() {
-            let mut bytes = [0; 16 * DRAWN];
-            getrandom::fill(&mut bytes).map_err(|e| e.to_string())?;
-            left.extend(bytes.as_chunks().0.iter().map(|number| u128::from_le_bytes(*number)));
+            left.extend(randoms::<16>()?);
         }
-        left.pop().ok_or_else(|| "none were drawn".to_owned())
+        Ok(LeaseId::new(left.pop().unwrap_or_default()))
     })
 }

@@ -5,10 +5,14 @@ use alloc::vec::Vec;
 
 use crate::units::{BlockId, TokenRange, Tokens};
 
-/// The most blocks that a map is made of for a short list: a mebibyte.
+/// The most blocks that a map is made of for a list of few of them: a mebibyte.
 const LARGEST_MAP: u32 = 1 << 23;
 /// A list of so many is compared each with each.
 const FEW: usize = 16;
+/// With more blocks than this for each that is listed, to sort the list is quicker than to make a map of all; beyond
+/// [`LARGEST_MAP`], a map may only be as long as the list.
+const SPARSE: u64 = 4096;
+const DENSE: u64 = 64;
 
 /// Consecutive table positions with consecutive block ids.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -189,7 +193,7 @@ impl BlockTable {
                     return (1..listed.len()).find(|&i| listed[..i].contains(&listed[i])).map(|i| listed[i]);
                 }
                 // A map of all blocks is quick, but there may be thousands for each that is listed, and a peer may claim that it has very many.
-                let room = if blocks > LARGEST_MAP { 64 } else { 4096 };
+                let room = if blocks > LARGEST_MAP { DENSE } else { SPARSE };
                 if (listed.len() as u64).saturating_mul(room) < u64::from(blocks) {
                     let mut sorted = listed.to_vec();
                     sorted.sort_unstable();

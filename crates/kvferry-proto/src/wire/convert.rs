@@ -335,12 +335,17 @@ fn hello(body: &[u8]) -> Result<Hello, WireError> {
     })
 }
 
+/// The most bytes of a claim: a model identity and an engine id of full length, and what stands between them.
+const MAX_CLAIM: usize = 4096;
+
 pub(super) fn claim(frame: &Frame) -> Option<Claim> {
     if frame.kind != kind::HELLO {
         return None;
     }
     let (versions, rest) = head("hello", &frame.body).ok()?;
-    let (d, _) = postcard::take_from_bytes::<dto::HelloBegins>(rest).ok()?;
+    // Names have a limit, so no more is looked at, whatever lengths are announced.
+    let rest = &rest[..rest.len().min(MAX_CLAIM)];
+    let (d, _) = postcard::take_from_bytes::<dto::HelloClaim>(rest).ok()?;
     Some(Claim {
         versions,
         identity: ModelIdentity::new(d.identity).ok()?,

@@ -199,7 +199,7 @@ pub(super) struct Hello<'a> {
 
 /// How a hello begins after its fixed head: the same fields as [`Hello`] has, as far as the first two of its [`Engine`].
 #[derive(Deserialize)]
-pub(super) struct HelloBegins<'a> {
+pub(super) struct HelloClaim<'a> {
     pub(super) _abilities: u64,
     pub(super) identity: &'a str,
     pub(super) stripe: bool,

@@ -289,6 +289,10 @@ impl OwnerSession {
 
     fn is_up(&mut self, link: LinkId, established: Established) {
         let (now, version) = (self.now, established.version);
+        let ours = self.links.links.get(&link).and_then(|l| l.ours);
+        if version < Versions::LEASES && self.life.local().is_some_and(|local| ours != Some(local.manifest.digest())) {
+            return self.close_link(link, MADE_ANEW);
+        }
         let peer = established.peer.clone();
         let Some(l) = self.links.links.get_mut(&link) else { return };
         (l.stage, l.up, l.used) = (Stage::Up(established), now, now);
@@ -404,6 +408,9 @@ const SHORTEST_IDLE: Duration = Duration::from_millis(1);
 
 /// The most hellos that are kept until our own ranks have joined.
 const MAX_WAITING: usize = 16;
+
+/// What neighbours of version 2 are told, who don't ask again who we are.
+const MADE_ANEW: &str = "this engine was made anew";
 
 const MISPLACED: &str = "a message came that does not belong here in the conversation";
 

@@ -6,6 +6,7 @@
 //! ranks or, where the producer's ranks write, one of those. They leave it by evidence that all have stopped; by time only where the
 //! engine vouches for that.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
@@ -305,26 +306,27 @@ impl Loans {
     }
 
     fn update(&mut self, place: &Place, change: impl FnOnce(&mut Use)) {
-        let Some(used) = self.used.get_mut(place) else { return };
-        change(used);
-        if used.writer.is_none() && used.readers == 0 {
-            self.used.remove(place);
+        let Entry::Occupied(mut used) = self.used.entry(*place) else { return };
+        change(used.get_mut());
+        if used.get().writer.is_none() && used.get().readers == 0 {
+            used.remove();
         }
     }
 
     /// Whether no block is lent; those that are only read count for who wants to write.
     fn check(&self, m: &Manifest, places: &[Place], to_write: bool) -> Result<(), Overlap> {
         for &(group, block) in places {
-            let same = (group, block..=block);
-            for (other, ids) in std::iter::once(same).chain(m.sharing(group, block)) {
-                let (from, to) = ids.into_inner();
-                let lent = self.used.range((other, from)..=(other, to));
-                let found = lent.filter_map(|(place, used)| Some((place.1, used.holder(to_write)?))).next();
-                if let Some((lent, holder)) = found {
-                    let name =
-                        |g: GroupId| m.groups().get(g.index()).map_or_else(|| Name::new("?"), |g| g.name.clone());
-                    return Err(Overlap { group: name(group), block, lent_group: name(other), lent, holder });
-                }
+            let same = self.used.get(&(group, block)).and_then(|used| Some(((group, block), used.holder(to_write)?)));
+            let shared = || {
+                m.sharing(group, block).into_iter().find_map(|(other, ids)| {
+                    let (from, to) = ids.into_inner();
+                    let mut lent = self.used.range((other, from)..=(other, to));
+                    lent.find_map(|(place, used)| Some((*place, used.holder(to_write)?)))
+                })
+            };
+            if let Some(((other, lent), holder)) = same.or_else(shared) {
+                let name = |g: GroupId| m.groups().get(g.index()).map_or_else(|| Name::new("?"), |g| g.name.clone());
+                return Err(Overlap { group: name(group), block, lent_group: name(other), lent, holder });
             }
         }
         Ok(())

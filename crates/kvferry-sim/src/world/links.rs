@@ -101,6 +101,10 @@ impl<S: Script> World<S> {
     pub(crate) fn send_peer(&mut self, engine: u32, link: LinkId, message: PeerMessage) {
         let Some(number) = self.engines.get(engine as usize).and_then(|e| e.links.get(&link)).copied() else { return };
         S::said(self, engine, link, &message);
+        let claim = match &message {
+            PeerMessage::Hello(hello) => Some(Claim::from(hello)),
+            _ => None,
+        };
         let packet = match Packet::peer(message, self.config.wire) {
             Ok(packet) => packet,
             Err(error) => return self.violates(Violation::Unreadable { engine, error }),
@@ -108,7 +112,23 @@ impl<S: Script> World<S> {
         let Some(at) = self.arrival(number, engine, link) else { return };
         let Some(conn) = self.conns.get(&number) else { return };
         let second = Self::is_first(conn, engine, link);
+        // What a hello claims is told before, as of one that takes long to be read: at one of the ends.
+        if let Some(claim) = claim
+            && (number % 2 == 0) == second
+        {
+            let early = self.now + at.saturating_sub(self.now) / 2;
+            self.queue.put(early, Happens::Claim(number, second, Box::new(claim)));
+        }
         self.queue.put(at, Happens::Peer(number, second, packet));
+    }
+
+    pub(crate) fn peer_claims(&mut self, number: u64, second: bool, claim: &Claim) {
+        let Some(conn) = self.conns.get(&number) else { return };
+        let End { engine, life, link, open } = conn.ends[usize::from(second)];
+        let Some(link) = link.filter(|_| open && self.life(engine) == life) else { return };
+        self.note(|_| format!("e{engine} hears on {link:?} who greets"));
+        self.with_owner(engine, |owner, now| owner.peer_claims(link, claim, now));
+        self.pump_owner(engine);
     }
 
     fn is_first(conn: &Conn, engine: u32, link: LinkId) -> bool {
@@ -139,14 +159,6 @@ impl<S: Script> World<S> {
         match packet.read_peer() {
             Ok(message) => {
                 self.note(|_| format!("e{engine} hears on {link:?}: {}", short(&message)));
-                // Of every other hello the beginning is told first, as of one that takes long to be read.
-                if let PeerMessage::Hello(hello) = &message
-                    && number % 2 == 0
-                {
-                    let claim = Claim::from(hello);
-                    self.with_owner(engine, |owner, now| owner.peer_greets(link, &claim, now));
-                    self.pump_owner(engine);
-                }
                 self.with_owner(engine, |owner, now| owner.peer_message(link, message, now));
             }
             Err(error) => self.violates(Violation::Unreadable { engine, error }),

@@ -117,13 +117,13 @@ struct FailureTable {
 pub(super) fn text(path: &Path) -> Result<String, ScenarioError> {
     let file = path.display().to_string();
     let unreadable = |reason: String| ScenarioError::Unreadable { file: file.clone(), reason };
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     // A file that has no length, as a device or a pipe, may have no end either.
-    let read = std::fs::File::open(path).and_then(|f| f.take(MAX_BYTES + 1).read_to_string(&mut text));
-    match read.map_err(|e| unreadable(e.to_string()))? {
-        len if len as u64 > MAX_BYTES => Err(unreadable(format!("it has more than the {MAX_BYTES} bytes that are read"))),
-        _ => Ok(text),
+    let read = std::fs::File::open(path).and_then(|f| f.take(MAX_BYTES + 1).read_to_end(&mut bytes));
+    if read.map_err(|e| unreadable(e.to_string()))? as u64 > MAX_BYTES {
+        return Err(unreadable(format!("it has more than the {MAX_BYTES} bytes that are read")));
     }
+    String::from_utf8(bytes).map_err(|e| unreadable(format!("it is not UTF-8 text: {e}")))
 }
 
 /// What is wrong so far.

@@ -240,6 +240,9 @@ fn no_text_is_more_than_can_be_borne() {
     }
     let missing = EngineConfig::from_file(Path::new("/nowhere/engine.toml")).unwrap_err().to_string();
     assert!(missing.starts_with("/nowhere/engine.toml: cannot be read: "), "{missing}");
+    // One without an end.
+    let endless = EngineConfig::from_file(Path::new("/dev/zero")).unwrap_err().to_string();
+    assert!(endless.contains("more than the 1048576 bytes"), "{endless}");
 }
 
 #[test]

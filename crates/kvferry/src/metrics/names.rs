@@ -109,7 +109,7 @@ metrics! {
     CONTRADICTIONS = counter("kvferry_contradictions_total", &["peer"], "times that a peer has said what can't be true beside what it had said");
     RECLAIMED = counter("kvferry_reclaimed_blocks_total", &[], "blocks that have left quarantine because of their age, without evidence");
     HANDSHAKES = counter("kvferry_handshakes_total", &["outcome"], "links to other owners: ok, failed, refused");
-    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until both owners know each other, from the call to connect, or from when it was accepted");
+    HANDSHAKE_TIME = histogram("kvferry_handshake_seconds", SECONDS, &["peer"], "until the other owner's hello is proven, from the call to connect, or from when it was accepted");
     LINKS_LOST = counter("kvferry_links_lost_total", &["peer"], "links that were up and are gone, idle ones among them");
     HEARTBEATS = counter("kvferry_heartbeats_total", &["peer", "direction"], "heartbeats, each for all leases of a peer: sent, received");
     RANKS_LOST = counter("kvferry_ranks_lost_total", &[], "ranks of this engine that are gone");

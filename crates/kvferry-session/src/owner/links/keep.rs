@@ -61,7 +61,7 @@ impl OwnerSession {
         let old = |l: &Link| matches!(&l.stage, Stage::Up(e) if e.version < Versions::LEASES);
         let old: Vec<LinkId> = self.links.links.iter().filter(|(_, l)| old(l)).map(|(id, _)| *id).collect();
         for link in old {
-            self.close_link(link, "this engine was made anew");
+            self.close_link(link, super::MADE_ANEW);
         }
     }
 }

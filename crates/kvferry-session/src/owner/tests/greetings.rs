@@ -407,7 +407,7 @@ fn a_hello_is_answered_before_it_is_read() {
     let (mut w, pull, hello) = begun();
     let theirs = w.links[0].1;
     for _ in 0..2 {
-        w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+        w.p.session.peer_claims(theirs, &Claim::from(&hello), w.now);
     }
     w.carry(|m| matches!(m, PeerMessage::Bind(_)));
     assert_eq!((greeted(&w), w.d.up.len(), w.p.up.len()), (vec![('d', "Hello"), ('p', "Hello")], 1, 0));
@@ -415,17 +415,17 @@ fn a_hello_is_answered_before_it_is_read() {
     w.carry(nothing);
     assert_eq!((w.p.up.len(), greeted(&w).len(), w.phase(pull)), (1, 2, Some(Phase::Read)));
     // Told too late, or of a link that is gone: nothing.
-    w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+    w.p.session.peer_claims(theirs, &Claim::from(&hello), w.now);
     w.read(pull);
     w.carry(nothing);
     assert_eq!(w.end_of(pull), "Delivered");
     w.cut();
-    w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+    w.p.session.peer_claims(theirs, &Claim::from(&hello), w.now);
     works(&mut w, 2);
     // Not whom we meet; nothing of ours is told, and what follows is not looked at.
     let (mut w, pull, hello) = begun();
     let other = Claim { identity: ModelIdentity::new("another").unwrap(), ..Claim::from(&hello) };
-    w.p.session.peer_greets(w.links[0].1, &other, w.now);
+    w.p.session.peer_claims(w.links[0].1, &other, w.now);
     w.carry(nothing);
     assert_eq!((greeted(&w), w.links.len()), (vec![('d', "Hello"), ('p', "Refused")], 0));
     assert!(w.end_of(pull).contains("Handshake"), "{}", w.end_of(pull));
@@ -433,7 +433,7 @@ fn a_hello_is_answered_before_it_is_read() {
     for digest in [true, false] {
         let (mut w, _, hello) = begun();
         let theirs = w.links[0].1;
-        w.p.session.peer_greets(theirs, &Claim::from(&hello), w.now);
+        w.p.session.peer_claims(theirs, &Claim::from(&hello), w.now);
         if digest {
             let wrong = Hello { digest: Digest::from_bytes([9; 32]), ..hello };
             w.p.session.peer_message(theirs, PeerMessage::Hello(wrong), w.now);

@@ -2,6 +2,7 @@
 
 use super::pair::{Pair, is_clean, losing, nothing, sources_of};
 use super::*;
+use kvferry_proto::handshake::Claim;
 
 fn closed_as(w: &Pair, fence: &Fence) -> Vec<Closing> {
     w.p.closed.iter().filter(|(f, _)| f == fence).map(|(_, how)| *how).collect()
@@ -369,4 +370,25 @@ fn a_peer_of_version_2_meets_the_engine_that_was_made_anew() {
     w.now += SECOND;
     let pull = w.one_request(2);
     assert_eq!(w.end_of(pull), "Delivered");
+    // It becomes another between the answer to what a hello claims and the hello.
+    w.cut();
+    let fence = w.offer(3, Ttl::Usual);
+    let pull = w.pull(&fence);
+    w.carry(|m| matches!(m, PeerMessage::Hello(_)));
+    let Some((true, _, PeerMessage::Hello(hello))) = w.kept.first().cloned() else { panic!("it says hello") };
+    let claim = Claim { versions: Versions { min: 2, max: 2 }, ..Claim::from(&hello) };
+    w.p.session.peer_claims(w.links[0].1, &claim, w.now);
+    w.p.lose(0, w.now);
+    w.p.rejoin(0, w.now);
+    let up = w.p.up.len();
+    w.resume();
+    w.carry(nothing);
+    assert_eq!((w.links.len(), w.p.up.len()), (0, up), "the consumer would know the engine that was");
+    w.now += SECOND;
+    let next = w.one_request(4);
+    assert_eq!(
+        (w.end_of(pull).as_str(), w.end_of(next).as_str()),
+        ("Link", "Delivered"),
+        "its lease is gone in any case"
+    );
 }
