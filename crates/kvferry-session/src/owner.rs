@@ -345,8 +345,8 @@ impl OwnerSession {
         self.forbid_link(link, reason);
     }
 
-    /// Another owner's hello has begun so; it follows as a [message](Self::peer_message) once its manifest is proven, which for a
-    /// large engine takes longer than all else. Who is told of this answers meanwhile; who isn't answers later.
+    /// Another owner's hello claims this. It follows as a [message](Self::peer_message) once its manifest is proven, which for a large
+    /// engine takes longer than all else: told of the claim, the session answers meanwhile, and otherwise later.
     pub fn peer_claims(&mut self, link: LinkId, claim: &Claim, now: Duration) {
         self.now = now;
         self.on_claim(link, claim);

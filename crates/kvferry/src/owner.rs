@@ -455,9 +455,11 @@ thread_local! {
 
 fn random_lease() -> Result<LeaseId, String> {
     LEASES.with_borrow_mut(|left| {
-        if left.is_empty() {
-            left.extend(randoms::<16>()?);
+        if let Some(number) = left.pop() {
+            return Ok(LeaseId::new(number));
         }
-        Ok(LeaseId::new(left.pop().unwrap_or_default()))
+        let [number, others @ ..] = randoms::<16>()?;
+        left.extend(others);
+        Ok(LeaseId::new(number))
     })
 }

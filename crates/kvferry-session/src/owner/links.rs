@@ -165,7 +165,7 @@ impl OwnerSession {
         }
     }
 
-    /// How the other end's hello begins, on a link that it has made or we have.
+    /// What the other end's hello claims, which follows; on a link that it has made or we have.
     pub(super) fn on_claim(&mut self, link: LinkId, claim: &Claim) {
         let Some(l) = self.links.links.get(&link) else { return };
         let (greeting, answer) = match (&l.stage, self.life.local()) {
