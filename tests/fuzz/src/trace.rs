@@ -13,7 +13,8 @@ use crate::Reached;
 pub fn run(data: &[u8]) -> Reached {
     let mut reached = Reached::default();
     let whole = TraceOptions::default();
-    let options = if data.len() % 2 == 0 { whole } else { TraceOptions { first: 1, limit: 2, speed: 0.5, ..whole } };
+    let options =
+        if data.len().is_multiple_of(2) { whole } else { TraceOptions { first: 1, limit: 2, speed: 0.5, ..whole } };
     match read("trace", data, &options) {
         Ok(load) => {
             reached.at("trace");

@@ -114,7 +114,7 @@ impl<S: Script> World<S> {
         let second = Self::is_first(conn, engine, link);
         // What a hello claims is told before, as of one that takes long to be read: at one of the ends.
         if let Some(claim) = claim
-            && (number % 2 == 0) == second
+            && number.is_multiple_of(2) == second
         {
             let early = self.now + at.saturating_sub(self.now) / 2;
             self.queue.put(early, Happens::Claim(number, second, Box::new(claim)));
