@@ -37,7 +37,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     // Applications take the facade and the backends they want.
     ("xtask", APPLICATION),
     ("xtask-launch", &[]),
-    (FUZZ, &[GEOMETRY, MODELS, "kvferry-proto", "kvferry"]),
+    (FUZZ, &[GEOMETRY, MODELS, "kvferry-proto", TOPOLOGY, "kvferry"]),
     ("kvferry-tests", EVERYTHING),
     ("kvferry-benches", EVERYTHING),
 ];
