@@ -122,10 +122,14 @@ impl<S: Script> World<S> {
         self.queue.put(at, Happens::Peer(number, second, packet));
     }
 
+    /// Who hears at an end of a connection, and on which link of its own; `None` where nobody does, or not yet.
+    fn hearer(&self, number: u64, second: bool) -> Option<(u32, LinkId)> {
+        let End { engine, life, link, open } = self.conns.get(&number)?.ends[usize::from(second)];
+        Some((engine, link.filter(|_| open && self.life(engine) == life)?))
+    }
+
     pub(crate) fn peer_claims(&mut self, number: u64, second: bool, claim: &Claim) {
-        let Some(conn) = self.conns.get(&number) else { return };
-        let End { engine, life, link, open } = conn.ends[usize::from(second)];
-        let Some(link) = link.filter(|_| open && self.life(engine) == life) else { return };
+        let Some((engine, link)) = self.hearer(number, second) else { return };
         self.note(|_| format!("e{engine} hears on {link:?} who greets"));
         self.with_owner(engine, |owner, now| owner.peer_claims(link, claim, now));
         self.pump_owner(engine);
@@ -151,9 +155,7 @@ impl<S: Script> World<S> {
     }
 
     pub(crate) fn peer_message(&mut self, number: u64, second: bool, packet: Packet) {
-        let Some(conn) = self.conns.get(&number) else { return };
-        let End { engine, life, link, open } = conn.ends[usize::from(second)];
-        let Some(link) = link.filter(|_| open && self.life(engine) == life) else { return };
+        let Some((engine, link)) = self.hearer(number, second) else { return };
         self.count(4, u64::from(engine), number);
         self.stats.messages += 1;
         match packet.read_peer() {
