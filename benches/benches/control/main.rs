@@ -7,21 +7,18 @@
 //! | `contact` | first contact of engines with 100,000 blocks x 100 regions x 8 ranks over TCP on loopback |
 //! | `fair` | 16 MiB requests alone and beside one of 4 GiB, over shared memory |
 //!
-//! `KVFERRY_BENCH_ONLY=requests,peers` chooses; `KVFERRY_BENCH_SECONDS` is the time of one measurement (default 3),
+//! `KVFERRY_BENCH_ONLY=requests,peers` chooses, and `KVFERRY_BENCH_OF=memory,unix,tcp,tls,key` among the requests; `KVFERRY_BENCH_SECONDS` is the time of one measurement (default 3),
 //! `KVFERRY_BENCH_BESIDE_MIB` the length of the long request (default 4096). System calls are counted with `perf` where it may.
 //! `--features mimalloc` measures with that allocator instead of the system's.
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a benchmark")]
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvferry::secure::{Material, Security, SharedKeyOptions, TlsOptions};
-use kvferry::{
-    Address, Assurance, ContentKey, Engine, EngineBuilder, EngineId, OfferSpec, PullSpec, Reference, Tokens,
-};
+use kvferry::{Assurance, ContentKey, Engine, EngineBuilder, EngineId, OfferSpec, PullSpec, Reference, Tokens};
 use kvferry_benches::engines::{listed, shape, wanted};
 use kvferry_benches::instant::Instant as InstantTransport;
 use kvferry_benches::measure::{cpu, median, number, quantile};
@@ -30,6 +27,7 @@ use tokio::runtime::Handle;
 
 mod fair;
 mod peers;
+mod two;
 
 #[cfg(feature = "mimalloc")]
 #[global_allocator]
@@ -45,7 +43,8 @@ const TICK: Duration = Duration::from_micros(200);
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     match std::env::var("KVFERRY_BENCH_ROLE").as_deref() {
-        Ok("producer") => return runtime.block_on(producer()),
+        Ok("producer") => return runtime.block_on(two::engine_of_producer()),
+        Ok("echo") => return runtime.block_on(two::echo_of_producer()),
         Ok("peers") => return peers::child(),
         _ => {}
     }
@@ -155,31 +154,50 @@ async fn requests() {
     println!(
         "| engines | load | requests/s | p50 | p99 | CPU a request | system calls a request |\n|---|---|---|---|---|---|---|"
     );
-    let p = Arc::new(engine("p", 1).listen("memory:bench".parse().unwrap()).start().await.unwrap());
-    let d = Arc::new(engine("d", 2).start().await.unwrap());
-    // Once, so that the engines have met.
-    drop(in_process(&p, &d, None, Duration::from_millis(300)).await);
-    let full = in_process(&p, &d, None, seconds()).await;
-    let half = full.rate() / 2.0;
-    full.print("one process, in memory", "full");
-    in_process(&p, &d, Some(half), seconds()).await.print("one process, in memory", "half");
-    drop((p, d));
+    let of = std::env::var("KVFERRY_BENCH_OF").unwrap_or_default();
+    let wanted = |what: &str| of.is_empty() || of.split(',').any(|o| o == what);
+    if wanted("memory") {
+        let p = Arc::new(engine("p", 1).listen("memory:bench".parse().unwrap()).start().await.unwrap());
+        let d = Arc::new(engine("d", 2).start().await.unwrap());
+        // Once, so that the engines have met.
+        drop(in_process(&p, &d, None, Duration::from_millis(300)).await);
+        let full = in_process(&p, &d, None, seconds()).await;
+        let half = full.rate() / 2.0;
+        full.print("one process, in memory", "full");
+        in_process(&p, &d, Some(half), seconds()).await.print("one process, in memory", "half");
+    }
     let folder = tempfile::tempdir().unwrap();
-    let socket = format!("unix:{}", folder.path().join("p.sock").display());
+    let socket = folder.path().join("p.sock").display().to_string();
+    let echo = folder.path().join("echo.sock").display().to_string();
     let secrets = peers::Secrets::new();
-    for (what, address, security) in [
-        ("two processes, Unix socket", socket.as_str(), "none"),
-        ("two processes, TCP", "tcp:127.0.0.1:0", "none"),
-        ("two processes, TCP with TLS", "tcp:127.0.0.1:0", "tls"),
-        ("two processes, TCP with a shared key", "tcp:127.0.0.1:0", "key"),
+    let mut halves = Vec::new();
+    for (kind, what, address, security) in [
+        ("unix", "two processes, Unix socket", format!("unix:{socket}"), "none"),
+        ("tcp", "two processes, TCP", "tcp:127.0.0.1:0".into(), "none"),
+        ("tls", "two processes, TCP with TLS", "tcp:127.0.0.1:0".into(), "tls"),
+        ("key", "two processes, TCP with a shared key", "tcp:127.0.0.1:0".into(), "key"),
     ] {
+        if !wanted(kind) {
+            continue;
+        }
         let d = Arc::new(engine("d", 2).security(secrets.security(security, "d")).start().await.unwrap());
-        let mut producer = Producer::start(address, security, &secrets);
+        let d = Arc::new(two::Consumer::Engine(d));
+        let mut producer = two::Producer::start("producer", &address, security, &secrets);
         drop(producer.run(&d, None, Duration::from_millis(500)).await);
         let full = producer.run(&d, None, seconds()).await;
         let half = full.rate() / 2.0;
+        halves.push(half);
         full.print(what, "full");
         producer.run(&d, Some(half), seconds()).await.print(what, "half");
+    }
+    // At the rate of the engines, so that it stands beside them.
+    if let Some(&rate) = halves.first() {
+        let mut producer = two::Producer::start("echo", &echo, "none", &secrets);
+        let d = Arc::new(two::Consumer::Echo(Arc::new(two::Echo::connect(&echo).await)));
+        drop(producer.run(&d, None, Duration::from_millis(500)).await);
+        let what = "two processes, Unix socket, as many bytes to and fro and nothing else";
+        producer.run(&d, None, seconds()).await.print(what, "full");
+        producer.run(&d, Some(rate), seconds()).await.print(what, "as the first above at half");
     }
     println!();
 }
@@ -278,121 +296,6 @@ fn at_once(time: Duration, free: &Receiver<usize>, mut begin: impl FnMut(&mut Ve
             some.clear();
         }
     }
-}
-
-/// Nanoseconds of a clock that all processes share.
-fn shared_clock() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    u64::try_from(now.tv_sec * 1_000_000_000 + now.tv_nsec).unwrap()
-}
-
-/// The producer in a process of its own. It offers what it is told to, a place a line, and answers with references.
-struct Producer {
-    child: Child,
-    asks: ChildStdin,
-    /// What is done with the next reference: its place, when it was offered, itself.
-    on_reference: Arc<Mutex<Option<OnReference>>>,
-}
-
-type OnReference = Box<dyn FnMut(usize, u64, Reference) + Send>;
-
-impl Producer {
-    fn start(address: &str, security: &str, secrets: &peers::Secrets) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .env("KVFERRY_BENCH_ROLE", "producer")
-            .env("KVFERRY_BENCH_ADDRESS", address)
-            .env("KVFERRY_BENCH_SECURITY", security)
-            .env("KVFERRY_BENCH_SECRETS", secrets.folder())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (asks, out) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        let on_reference: Arc<Mutex<Option<OnReference>>> = Arc::default();
-        let told = on_reference.clone();
-        std::thread::spawn(move || {
-            for line in BufReader::new(out).lines().map_while(Result::ok) {
-                let mut words = line.splitn(3, ' ');
-                let (slot, offered, reference) = (words.next(), words.next(), words.next().unwrap());
-                let (slot, offered) = (slot.unwrap().parse().unwrap(), offered.unwrap().parse().unwrap());
-                told.lock().unwrap().as_mut().unwrap()(slot, offered, reference.parse().unwrap());
-            }
-        });
-        Self { child, asks, on_reference }
-    }
-
-    /// Latency counts from the offer at the producer, and has the reference's way through a pipe in it.
-    async fn run(&mut self, d: &Arc<Engine>, rate: Option<f64>, time: Duration) -> Run {
-        let (done, free) = free_slots();
-        let latency = Arc::new(Mutex::new(Vec::new()));
-        let theirs = peers::cpu_of(self.child.id());
-        let calls = Calls::start(&[std::process::id(), self.child.id()]);
-        let (began, before) = (Instant::now(), cpu());
-        let (d, all, runtime) = (d.clone(), latency.clone(), Handle::current());
-        *self.on_reference.lock().unwrap() = Some(Box::new(move |slot, offered, reference| {
-            let (d, all, done) = (d.clone(), all.clone(), done.clone());
-            runtime.spawn(async move {
-                pull(&d, reference, slot).await;
-                let took = Duration::from_nanos(shared_clock().saturating_sub(offered));
-                all.lock().unwrap().push(took);
-                // The last of them come when nobody asks any more.
-                let _ = done.send(slot);
-            });
-        }));
-        let asks = &mut self.asks;
-        tokio::task::block_in_place(|| {
-            let mut lines = Vec::new();
-            let ask = |slots: &mut Vec<usize>| {
-                slots.drain(..).for_each(|slot| writeln!(lines, "{slot}").unwrap());
-                asks.write_all(&lines).unwrap();
-                lines.clear();
-            };
-            match rate {
-                Some(rate) => at_rate(rate, time, &free, ask),
-                None => at_once(time, &free, ask),
-            }
-        });
-        let took = began.elapsed();
-        let cpu = cpu().saturating_sub(before) + peers::cpu_of(self.child.id()).saturating_sub(theirs);
-        *self.on_reference.lock().unwrap() = None;
-        let latency = std::mem::take(&mut *latency.lock().unwrap());
-        Run { requests: latency.len() as u64, took, cpu, latency, calls: calls.stop() }
-    }
-}
-
-impl Drop for Producer {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-async fn producer() {
-    let address: Address = std::env::var("KVFERRY_BENCH_ADDRESS").unwrap().parse().unwrap();
-    let security = peers::security_of_child();
-    let engine = Arc::new(engine("p", 1).listen(address).security(security).start().await.unwrap());
-    let (tell, lines) = channel::<String>();
-    std::thread::spawn(move || {
-        // All that waits is written at once.
-        while let Ok(mut some) = lines.recv() {
-            lines.try_iter().for_each(|line| some.push_str(&line));
-            std::io::stdout().write_all(some.as_bytes()).unwrap();
-            std::io::stdout().flush().unwrap();
-        }
-    });
-    let runtime = Handle::current();
-    let asks = move || {
-        for line in std::io::stdin().lines().map_while(Result::ok) {
-            let (engine, tell, slot) = (engine.clone(), tell.clone(), line.parse::<usize>().unwrap());
-            runtime.spawn(async move {
-                let from = shared_clock();
-                let reference = engine.offer(OfferSpec::new(listed(&ids(slot)), KEY)).await.unwrap();
-                tell.send(format!("{slot} {from} {reference}\n")).unwrap();
-            });
-        }
-    };
-    tokio::task::spawn_blocking(asks).await.unwrap();
-    std::process::exit(0);
 }
 
 /// Used by parts of this bench.
