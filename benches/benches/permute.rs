@@ -110,7 +110,7 @@ impl Work {
             }
         }
         let batch = Batch::new(vec![section]).check(&[src.len()], &[dst.len()]).unwrap();
-        let bytes = batch.batch().bytes().get();
+        let bytes = batch.bytes().get();
         assert_eq!(bytes, plain.len() as u64 * shape.block);
         let permute = Permute::new(Arc::new(batch), |_| Some(src.clone()), |_| Some(dst.clone())).unwrap();
         let block = usize::try_from(shape.block).unwrap();

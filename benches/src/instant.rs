@@ -79,7 +79,7 @@ impl Transport for Instant {
         self.last += 1;
         let peer = PeerId::new(self.last);
         let lane = Lane { kind: LaneKind::InProcess, transports: Vec::new(), detail: String::new(), measured: None };
-        self.peers.insert(peer, PeerInfo { endpoint: blob.endpoint, regions: blob.regions, lane });
+        self.peers.insert(peer, PeerInfo { endpoint: blob.endpoint, regions: blob.regions.into(), lane });
         self.push(Event::Connected { peer });
         Ok(peer)
     }
@@ -95,7 +95,7 @@ impl Transport for Instant {
     fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
         self.last += 1;
         let (op, peer) = (OpId::new(self.last), submission.peer);
-        let stats = Stats { bytes: submission.batch.batch().bytes(), descriptors: 0 };
+        let stats = Stats { bytes: submission.batch.bytes(), descriptors: 0 };
         self.push(Event::Completed { op, peer, outcome: Outcome::Done(stats) });
         Ok(op)
     }

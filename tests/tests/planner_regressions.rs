@@ -109,7 +109,7 @@ fn a_batch_whose_counts_overflow_is_refused_also_where_it_moves_nothing() {
         batch(2, &[1 << 40], 1 << 30, one()),
     ] {
         match batch.check(&regions, &regions) {
-            Ok(bounded) => assert_eq!((bounded.batch().bytes(), bounded.batch().descriptors()), (Bytes::ZERO, 0)),
+            Ok(bounded) => assert_eq!((bounded.bytes(), bounded.batch().descriptors()), (Bytes::ZERO, 0)),
             Err(e) => assert!(matches!(e, BoundsError::TooLarge | BoundsError::OutOfRegion { .. }), "{e}"),
         }
     }

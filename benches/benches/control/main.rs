@@ -104,7 +104,6 @@ struct Run {
     took: Duration,
     cpu: Duration,
     latency: Vec<Duration>,
-    calls: Option<u64>,
 }
 
 impl Run {
@@ -112,13 +111,8 @@ impl Run {
         self.requests as f64 / self.took.as_secs_f64()
     }
 
-    fn print(mut self, what: &str, load: &str) {
-        self.latency.sort();
-        let at = |per_mille| quantile(&self.latency, per_mille) * 1e6;
-        let (p50, p99) = (at(500), at(990));
-        let cpu = self.cpu.as_secs_f64() * 1e6 / self.requests.max(1) as f64;
-        let calls = self.calls.map_or("-".into(), |n| format!("{:.2}", n as f64 / self.requests.max(1) as f64));
-        println!("| {what} | {load} | {:.0} | {p50:.0} us | {p99:.0} us | {cpu:.1} us | {calls} |", self.rate());
+    fn each(&self, what: f64) -> f64 {
+        what / self.requests.max(1) as f64
     }
 }
 
@@ -146,6 +140,38 @@ impl Calls {
     }
 }
 
+/// Where the engines are.
+enum Sides {
+    OneProcess { p: Arc<Engine>, d: Arc<Engine> },
+    Two(two::Producer, Arc<two::Consumer>),
+}
+
+impl Sides {
+    async fn run(&mut self, rate: Option<f64>, time: Duration) -> Run {
+        match self {
+            Self::OneProcess { p, d } => in_process(p, d, rate, time).await,
+            Self::Two(producer, consumer) => producer.run(consumer, rate, time).await,
+        }
+    }
+
+    /// A row of the table; gives the rate. System calls are counted in a run of their own, as that makes each of them slower.
+    async fn row(&mut self, what: &str, load: &str, rate: Option<f64>) -> f64 {
+        let mut run = self.run(rate, seconds()).await;
+        let mut pids = vec![std::process::id()];
+        if let Self::Two(producer, _) = self {
+            pids.push(producer.pid());
+        }
+        let calls = Calls::start(&pids);
+        let counted = self.run(rate, seconds() / 3).await;
+        let calls = calls.stop().map_or("-".into(), |n| format!("{:.2}", counted.each(n as f64)));
+        run.latency.sort();
+        let at = |per_mille| quantile(&run.latency, per_mille) * 1e6;
+        let (p50, p99, cpu) = (at(500), at(990), run.each(run.cpu.as_secs_f64() * 1e6));
+        println!("| {what} | {load} | {:.0} | {p50:.0} us | {p99:.0} us | {cpu:.1} us | {calls} |", run.rate());
+        run.rate()
+    }
+}
+
 async fn requests() {
     println!(
         "requests of {BLOCKS} blocks, one rank an engine, a transport that is done at once, assurance fenced; CPU of all processes;"
@@ -156,23 +182,13 @@ async fn requests() {
     );
     let of = std::env::var("KVFERRY_BENCH_OF").unwrap_or_default();
     let wanted = |what: &str| of.is_empty() || of.split(',').any(|o| o == what);
-    if wanted("memory") {
-        let p = Arc::new(engine("p", 1).listen("memory:bench".parse().unwrap()).start().await.unwrap());
-        let d = Arc::new(engine("d", 2).start().await.unwrap());
-        // Once, so that the engines have met.
-        drop(in_process(&p, &d, None, Duration::from_millis(300)).await);
-        let full = in_process(&p, &d, None, seconds()).await;
-        let half = full.rate() / 2.0;
-        full.print("one process, in memory", "full");
-        in_process(&p, &d, Some(half), seconds()).await.print("one process, in memory", "half");
-    }
     let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("p.sock").display().to_string();
-    let echo = folder.path().join("echo.sock").display().to_string();
+    let socket = |name: &str| folder.path().join(name).display().to_string();
     let secrets = peers::Secrets::new();
     let mut halves = Vec::new();
     for (kind, what, address, security) in [
-        ("unix", "two processes, Unix socket", format!("unix:{socket}"), "none"),
+        ("memory", "one process, in memory", "memory:bench".into(), "none"),
+        ("unix", "two processes, Unix socket", format!("unix:{}", socket("p.sock")), "none"),
         ("tcp", "two processes, TCP", "tcp:127.0.0.1:0".into(), "none"),
         ("tls", "two processes, TCP with TLS", "tcp:127.0.0.1:0".into(), "tls"),
         ("key", "two processes, TCP with a shared key", "tcp:127.0.0.1:0".into(), "key"),
@@ -181,30 +197,33 @@ async fn requests() {
             continue;
         }
         let d = Arc::new(engine("d", 2).security(secrets.security(security, "d")).start().await.unwrap());
-        let d = Arc::new(two::Consumer::Engine(d));
-        let mut producer = two::Producer::start("producer", &address, security, &secrets);
-        drop(producer.run(&d, None, Duration::from_millis(500)).await);
-        let full = producer.run(&d, None, seconds()).await;
-        let half = full.rate() / 2.0;
-        halves.push(half);
-        full.print(what, "full");
-        producer.run(&d, Some(half), seconds()).await.print(what, "half");
+        let mut sides = if kind == "memory" {
+            Sides::OneProcess { p: Arc::new(engine("p", 1).listen(address.parse().unwrap()).start().await.unwrap()), d }
+        } else {
+            let producer = two::Producer::start("producer", &address, security, &secrets);
+            Sides::Two(producer, Arc::new(two::Consumer::Engine(d)))
+        };
+        // Once, so that the engines have met.
+        drop(sides.run(None, Duration::from_millis(500)).await);
+        let half = sides.row(what, "full", None).await / 2.0;
+        sides.row(what, "half", Some(half)).await;
+        halves.extend((kind == "unix").then_some(half));
     }
     // At the rate of the engines, so that it stands beside them.
-    if let Some(&rate) = halves.first() {
-        let mut producer = two::Producer::start("echo", &echo, "none", &secrets);
-        let d = Arc::new(two::Consumer::Echo(Arc::new(two::Echo::connect(&echo).await)));
-        drop(producer.run(&d, None, Duration::from_millis(500)).await);
-        let what = "two processes, Unix socket, as many bytes to and fro and nothing else";
-        producer.run(&d, None, seconds()).await.print(what, "full");
-        producer.run(&d, Some(rate), seconds()).await.print(what, "as the first above at half");
+    for half in halves {
+        let address = socket("echo.sock");
+        let producer = two::Producer::start("echo", &address, "none", &secrets);
+        let mut sides = Sides::Two(producer, Arc::new(two::Consumer::Echo(two::Echo::connect(&address).await)));
+        drop(sides.run(None, Duration::from_millis(500)).await);
+        let what = "two processes, Unix socket: as many bytes to and fro, nothing else";
+        sides.row(what, "full", None).await;
+        sides.row(what, "half of the engines'", Some(half)).await;
     }
     println!();
 }
 
 /// Requests in one process: as many as there are places for, each place one after the other, or at a rate.
 async fn in_process(p: &Arc<Engine>, d: &Arc<Engine>, rate: Option<f64>, time: Duration) -> Run {
-    let calls = Calls::start(&[std::process::id()]);
     let (began, before) = (Instant::now(), cpu());
     let latency = match rate {
         None => {
@@ -246,7 +265,7 @@ async fn in_process(p: &Arc<Engine>, d: &Arc<Engine>, rate: Option<f64>, time: D
         }
     };
     let (took, cpu) = (began.elapsed(), cpu().saturating_sub(before));
-    Run { requests: latency.len() as u64, took, cpu, latency, calls: calls.stop() }
+    Run { requests: latency.len() as u64, took, cpu, latency }
 }
 
 async fn once(p: &Engine, d: &Engine, slot: usize) -> Duration {

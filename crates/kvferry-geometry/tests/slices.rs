@@ -70,7 +70,7 @@ fn check(batch: &Batch, src: &[Bytes], dst: &[Bytes]) -> usize {
     for max in [1, 5, 48, 100, 700, bytes / 3, bytes - 1, bytes] {
         let slices: Vec<_> = whole.slices(Bytes::new(max)).collect();
         for slice in &slices {
-            assert!(slice.batch().bytes().get() <= max);
+            assert!(slice.bytes().get() <= max);
             assert_eq!(slice.batch().clone().check(src, dst).unwrap(), **slice);
         }
         assert_eq!(flat(slices.iter().map(|s| s.batch())), expected, "{max}");

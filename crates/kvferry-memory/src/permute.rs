@@ -133,7 +133,7 @@ impl Permute {
         let src = bind(&batch, Side::Src, src, &mut faults);
         let dst = bind(&batch, Side::Dst, dst, &mut faults);
         check_overlap(&src, &dst, &mut faults);
-        let stream = batch.batch().bytes().get() >= STREAM_FROM;
+        let stream = batch.bytes().get() >= STREAM_FROM;
         if faults.is_empty() { Ok(Self { batch, src, dst, stream }) } else { Err(faults) }
     }
 
@@ -147,7 +147,7 @@ impl Permute {
     /// Bytes of the batch: its positions are 0 up to this.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.batch.batch().bytes().get()
+        self.batch.bytes().get()
     }
 
     /// The batch.

@@ -312,7 +312,7 @@ impl Transport for NixlTransport {
         let peer = PeerId::new(self.next.0);
         self.next.0 += 1;
         let places = blob.regions.iter().map(|(id, _)| *id).zip(part.places).collect();
-        let info = PeerInfo { endpoint, regions: blob.regions, lane: truth::intended(&self.config) };
+        let info = PeerInfo { endpoint, regions: blob.regions.into(), lane: truth::intended(&self.config) };
         self.peers.insert(peer, Peer { info, lost: None, open: 0 });
         let new = NewPeer { peer, endpoint, generation: blob.generation, watch, metadata: part.metadata, places };
         self.shared.command(Command::Connect(new));

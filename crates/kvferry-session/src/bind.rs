@@ -15,7 +15,7 @@ use crate::cache::LocalCache;
 /// # Errors
 /// Which section leaves which region, and by how much.
 pub fn bind_write(batch: Batch, local: &LocalCache, peer: &PeerInfo) -> Result<Arc<BoundedBatch>, BoundsError> {
-    Ok(Arc::new(batch.check(&local.lens(), &peer.lens())?))
+    Ok(Arc::new(batch.check(local.lens(), &peer.lens())?))
 }
 
 /// Proves a batch that is read from `peer` into `local`.
@@ -23,5 +23,5 @@ pub fn bind_write(batch: Batch, local: &LocalCache, peer: &PeerInfo) -> Result<A
 /// # Errors
 /// Which section leaves which region, and by how much.
 pub fn bind_read(batch: Batch, peer: &PeerInfo, local: &LocalCache) -> Result<Arc<BoundedBatch>, BoundsError> {
-    Ok(Arc::new(batch.check(&peer.lens(), &local.lens())?))
+    Ok(Arc::new(batch.check(&peer.lens(), local.lens())?))
 }

@@ -66,6 +66,8 @@ pub struct LocalCache {
     manifest: RankManifest,
     regions: Vec<Region>,
     staging: Option<Region>,
+    /// Of all of these, by id.
+    lens: Vec<Bytes>,
 }
 
 impl LocalCache {
@@ -98,7 +100,8 @@ impl LocalCache {
                 return Err(CacheError::Id { expected: region, got });
             }
         }
-        Ok(Self { manifest, regions, staging: None })
+        let lens = regions.iter().map(Region::len).collect();
+        Ok(Self { manifest, regions, staging: None, lens })
     }
 
     /// Registers staging memory after the cache: no view lies in it, and no peer is told of it by the manifest.
@@ -111,6 +114,7 @@ impl LocalCache {
         if got != region {
             return Err(CacheError::Id { expected: region, got });
         }
+        self.lens.push(memory.len());
         self.staging = Some(memory);
         Ok(self)
     }
@@ -142,7 +146,7 @@ impl LocalCache {
 
     /// The lengths of all that is registered, by id: the cache's regions, then the staging memory.
     #[must_use]
-    pub fn lens(&self) -> Vec<Bytes> {
-        self.regions.iter().chain(&self.staging).map(Region::len).collect()
+    pub fn lens(&self) -> &[Bytes] {
+        &self.lens
     }
 }

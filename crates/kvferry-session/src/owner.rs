@@ -298,9 +298,9 @@ impl OwnerSession {
 
     /// Begins a request; [`Effect::PullEnded`] follows, once. Blocks that it would write and that are lent already, to another
     /// request or by an open lease, end it at once.
-    pub fn pull(&mut self, wish: PullWish, now: Duration) -> PullId {
+    pub fn pull(&mut self, wish: impl Into<Box<PullWish>>, now: Duration) -> PullId {
         self.now = now;
-        self.start_pull(wish)
+        self.start_pull(wish.into())
     }
 
     /// Gives a request up; it ends when its ranks have stopped.

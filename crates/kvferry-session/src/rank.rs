@@ -370,7 +370,7 @@ impl RankSession {
             let source = if batch.is_empty() {
                 Source::nothing(Arc::new(batch.check(&[], &[]).map_err(unbound)?))
             } else if order.written {
-                let batch = batch.check(&peer.cache().region_lens(src), &self.cache.lens()).map_err(unbound)?;
+                let batch = batch.check(&peer.cache().region_lens(src), self.cache.lens()).map_err(unbound)?;
                 Source::written(Arc::new(batch), before)
             } else {
                 let connect = |text: String| other.fault(Stage::Connect, text);
@@ -389,7 +389,7 @@ impl RankSession {
                     None => Source::direct(lane, batch, before),
                 }
             };
-            sources.insert(src, source);
+            sources.insert(src, Box::new(source));
         }
         let terms = Terms {
             assurance: order.assurance,
@@ -489,7 +489,7 @@ impl RankSession {
         let request = BoundRequest::new(direction.compatible(), request).map_err(|e| text(&e))?;
         let plan = direction.plan(pairing.options, self.who.rank, dst).map_err(|e| text(&e))?;
         let batch = plan.resolve(&request).map_err(|e| text(&e))?;
-        let bounded = batch.check(&self.cache.lens(), &peer.region_lens(dst));
+        let bounded = batch.check(self.cache.lens(), &peer.region_lens(dst));
         Ok(Arc::new(bounded.map_err(|e| text(&e))?))
     }
 
@@ -546,10 +546,9 @@ impl RankSession {
 
 /// The id and length of the staging memory of a peer's rank: the region after those of its manifest, if it has registered one.
 fn staging_of(peer: &EngineManifest, rank: RankId, info: &PeerInfo) -> (RegionId, Bytes) {
-    let lens = info.lens();
-    let after = peer.cache().region_lens(rank).len();
+    let after = peer.cache().rank(rank).map_or(0, |r| r.layout.regions.len());
     let id = RegionId::new(u32::try_from(after).unwrap_or(u32::MAX));
-    (id, lens.get(after).copied().unwrap_or(Bytes::ZERO))
+    (id, info.regions.iter().find(|(region, _)| *region == id).map_or(Bytes::ZERO, |(_, len)| *len))
 }
 
 /// Zeroes what lies beyond the moved tokens, where there is memory; gives how many bytes.

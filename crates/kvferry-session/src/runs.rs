@@ -67,7 +67,7 @@ impl RunDigester {
     /// # Errors
     /// If a window leaves the stream or overlaps the one before it.
     pub fn new(batch: Arc<BoundedBatch>, side: Side, windows: Vec<Window>) -> Result<Self, RunsError> {
-        let stream = batch.batch().bytes().get();
+        let stream = batch.bytes().get();
         let mut before = 0;
         for &window in &windows {
             match window.start.checked_add(window.len) {

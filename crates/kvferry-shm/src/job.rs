@@ -141,7 +141,7 @@ impl Job {
         peer: PeerSide,
         threads: usize,
     ) -> Option<(Arc<Self>, Vec<Range<u64>>)> {
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         let pieces = match total {
             0..SMALL => 1,
             SMALL..LARGE => threads,
@@ -155,7 +155,7 @@ impl Job {
         let mapped = regions.peers.iter().all(|(_, place)| matches!(place, Place::Mapped(_)));
         let tally = Tally {
             op,
-            total: batch.batch().bytes(),
+            total: batch.bytes(),
             since: Instant::now(),
             failed: OnceLock::new(),
             left: AtomicUsize::new(cut.len()),

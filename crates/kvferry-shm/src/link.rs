@@ -122,7 +122,7 @@ impl Link {
             peer,
             generation: blob.generation,
             part,
-            info: PeerInfo { endpoint: blob.endpoint, regions: blob.regions, lane },
+            info: PeerInfo { endpoint: blob.endpoint, regions: blob.regions.into(), lane },
             socket,
             user: 0,
             pid: 0,

@@ -103,7 +103,7 @@ impl Transport for SimTransport {
         node.next_peer += 1;
         let detail = "simulated".to_owned();
         let lane = Lane { kind: LaneKind::Rdma, transports: Vec::new(), detail, measured: None };
-        let info = PeerInfo { endpoint, regions: blob.regions, lane };
+        let info = PeerInfo { endpoint, regions: blob.regions.into(), lane };
         let conn = Conn { info, node: to, generation: blob.generation, link: Link::New, waiting: Vec::new() };
         node.peers.insert(peer, conn);
         let refused = state.goes_wrong(self.node, FaultKind::LaneFails);
@@ -150,7 +150,7 @@ impl Transport for SimTransport {
         let id = OpId::new(node.next_op);
         node.next_op += 1;
         let Submission { kind, batch, notify, .. } = submission;
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         state.accept(Op::new(self.node, id, peer, peer_node, generation, (kind, named, batch, notify), total));
         Ok(id)
     }

@@ -98,7 +98,7 @@ impl Copier {
     /// Bytes of the batch.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.batch.batch().bytes().get()
+        self.batch.bytes().get()
     }
 
     /// The batch.
@@ -277,7 +277,7 @@ mod tests {
                     Stats { bytes: Bytes::new(a.bytes.get() + b.bytes.get()), descriptors: a.descriptors }
                 }
             };
-            assert_eq!(stats.bytes, sample.batch.batch().bytes(), "seed {seed}");
+            assert_eq!(stats.bytes, sample.batch.bytes(), "seed {seed}");
             memory.check(&sample).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         }
     }

@@ -207,7 +207,7 @@ impl<T: Transport, S: Sink> Transport for Observed<T, S> {
     }
 
     fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
-        let (peer, kind, bytes) = (submission.peer, submission.kind, submission.batch.batch().bytes());
+        let (peer, kind, bytes) = (submission.peer, submission.kind, submission.batch.bytes());
         let result = self.inner.submit(submission);
         match &result {
             Ok(op) => self.sink.observe(Observation::Posted { op: *op, peer, kind, bytes }),

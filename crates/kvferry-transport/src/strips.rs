@@ -98,7 +98,7 @@ impl Tile {
 /// Cuts inside a run fall on multiples of 4 KiB from its start where the run is that long.
 #[must_use]
 pub fn shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
-    let total = batch.batch().bytes().get();
+    let total = batch.bytes().get();
     let n = n.max(1) as u64;
     let mut start = 0;
     let mut out = Vec::new();
@@ -115,7 +115,7 @@ pub fn shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
 /// of its bytes at most. So who works on the loops as a whole finds them whole.
 #[must_use]
 pub fn pair_shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
-    let total = batch.batch().bytes().get();
+    let total = batch.bytes().get();
     let most = total / n.max(1) as u64 / 8;
     let mut start = 0;
     let mut out = shares(batch, n);
@@ -131,7 +131,7 @@ pub fn pair_shares(batch: &BoundedBatch, n: usize) -> Vec<Range<u64>> {
 /// The nearest good place to cut at or before `position`.
 fn tidy_cut(batch: &BoundedBatch, position: u64) -> u64 {
     const PAGE: u64 = 4096;
-    let strips = Strips::new(batch, position..batch.batch().bytes().get());
+    let strips = Strips::new(batch, position..batch.bytes().get());
     let inside = strips.in_run;
     position - if inside > PAGE { inside % PAGE } else { inside }
 }
@@ -161,8 +161,7 @@ impl<'a> Strips<'a> {
     /// The strips of the bytes from `range.start` to `range.end`; positions past the end of the batch are cut off.
     #[must_use]
     pub fn new(batch: &'a BoundedBatch, range: Range<u64>) -> Self {
-        let batch = batch.batch();
-        let total = batch.bytes().get();
+        let (total, batch) = (batch.bytes().get(), batch.batch());
         let start = range.start.min(total);
         let mut strips = Self {
             batch,

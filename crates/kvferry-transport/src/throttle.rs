@@ -114,7 +114,7 @@ impl<T: Transport> Transport for Throttle<T> {
     }
 
     fn submit(&mut self, submission: Submission) -> Result<OpId, SubmitError> {
-        let takes = self.rate.time_of(submission.batch.batch().bytes().get());
+        let takes = self.rate.time_of(submission.batch.bytes().get());
         let op = self.gate.submit(submission)?;
         self.queue.push_back((op, takes));
         Ok(op)

@@ -345,8 +345,8 @@ pub struct Lane {
 pub struct PeerInfo {
     /// The endpoint at the other end.
     pub endpoint: EndpointId,
-    /// Its regions by id, as its blob had them; ascending ids.
-    pub regions: Vec<(RegionId, Bytes)>,
+    /// Its regions by id, as its blob had them; ascending ids. Shared, as there may be hundreds and each request asks.
+    pub regions: Arc<[(RegionId, Bytes)]>,
     /// The lane, as far as known: before [`Event::Connected`] what is intended.
     pub lane: Lane,
 }
@@ -356,8 +356,8 @@ impl PeerInfo {
     /// registered has length zero.
     #[must_use]
     pub fn lens(&self) -> Vec<Bytes> {
-        let mut lens = Vec::new();
-        for &(id, len) in &self.regions {
+        let mut lens = Vec::with_capacity(self.regions.len());
+        for &(id, len) in &*self.regions {
             lens.resize(id.index(), Bytes::ZERO);
             lens.push(len);
         }

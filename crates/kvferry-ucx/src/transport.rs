@@ -422,7 +422,7 @@ impl Transport for UcxTransport {
         let regions = blob.regions.iter().map(|(id, _)| *id).collect();
         let callee = Arc::new(Callee { endpoint, generation: blob.generation, regions, part });
         self.order(|| Command::Connect { conn: id.get(), callee: callee.clone() });
-        let info = PeerInfo { endpoint, regions: blob.regions, lane: lane::intended() };
+        let info = PeerInfo { endpoint, regions: blob.regions.into(), lane: lane::intended() };
         let up = self.rails.iter().map(|_| None).collect();
         let peer = Peer {
             info,

@@ -100,7 +100,7 @@ impl Work {
         let cut = self.state.cut.load(Ordering::Relaxed);
         if !cut && lost.is_none() {
             return Outcome::Done(Stats {
-                bytes: self.batch.batch().bytes(),
+                bytes: self.batch.bytes(),
                 descriptors: self.state.descriptors.load(Ordering::Relaxed),
             });
         }
@@ -110,7 +110,7 @@ impl Work {
     }
 
     pub(crate) fn bytes(&self) -> Bytes {
-        self.batch.batch().bytes()
+        self.batch.bytes()
     }
 }
 

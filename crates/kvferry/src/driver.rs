@@ -111,8 +111,9 @@ pub(crate) enum Command {
     /// The `number`-th pull of this owner.
     Pull {
         number: u64,
-        /// With whoever wants to know how much is in place.
-        wish: Box<(PullWish, Option<watch::Sender<Tokens>>)>,
+        wish: Box<PullWish>,
+        /// Who wants to know how much is in place.
+        progress: Option<watch::Sender<Tokens>>,
         done: oneshot::Sender<Outcome>,
         span: PullSpan,
     },
@@ -379,8 +380,7 @@ impl Driver {
             Command::Withdraw { lease, reply } => {
                 let _ = reply.send(self.session.withdraw(lease, now));
             }
-            Command::Pull { number, wish, done, span } => {
-                let (wish, progress) = *wish;
+            Command::Pull { number, wish, progress, done, span } => {
                 let mode = wish.mode;
                 let pull = self.session.pull(wish, now);
                 debug_assert_eq!(pull, PullId(number), "pulls are counted alike here and there");

@@ -22,6 +22,12 @@ use crate::connection::DRAINED;
 use crate::driver::News;
 use crate::driver::inbox::Sender;
 
+/// Takes a list, and leaves room for as much as it had: what is said next is about as much.
+pub(crate) fn take_list<T>(list: &mut Vec<T>) -> Vec<T> {
+    let room = Vec::with_capacity(list.len());
+    std::mem::replace(list, room)
+}
+
 /// The owners of this process that listen at a name.
 static NAMES: Mutex<Option<HashMap<MemoryName, Sender<News>>>> = Mutex::new(None);
 
@@ -104,7 +110,7 @@ impl MemoryEnd {
     /// Hands over what was sent; false if nobody is there any more.
     pub(crate) fn flush(&mut self) -> bool {
         let Some(owner) = &self.owner else { return false };
-        self.new.is_empty() || owner.send(News::PeerSaid(self.link, std::mem::take(&mut self.new))).is_ok()
+        self.new.is_empty() || owner.send(News::PeerSaid(self.link, take_list(&mut self.new))).is_ok()
     }
 
     /// Drops it without a word.

@@ -359,8 +359,8 @@ impl Owner {
             Mode::Push { progress: true } => Some(watch::channel(Tokens::ZERO)).unzip(),
             _ => (None, None),
         };
-        let wish = Box::new((wish, progress));
-        let command = |number| News::Called(Command::Pull { number, wish, done, span });
+        let wish = Box::new(wish);
+        let command = |number| News::Called(Command::Pull { number, wish, progress, done, span });
         let number = self.caller.0.send_numbered(command).ok_or(CallError::Shutdown)?;
         Ok(PullHandle::new(PullId(number), result, seen, self.caller.clone()))
     }

@@ -235,7 +235,7 @@ fn descriptors(batch: &BoundedBatch) -> Option<Vec<Descriptor>> {
         return None;
     }
     assert_eq!(count as u64, batch.batch().descriptors());
-    assert_eq!(out.iter().map(|d| d.len).sum::<u64>(), batch.batch().bytes().get());
+    assert_eq!(out.iter().map(|d| d.len).sum::<u64>(), batch.bytes().get());
     Some(out)
 }
 
@@ -294,7 +294,7 @@ fn staged(direct: &Batch, src: &[Bytes], dst: &[Bytes], reached: &mut Reached) {
         };
         for (step, from, to) in [(first, src, first_dst), (second, second_src, dst)] {
             let step = step.clone().check(from, to).expect("a staged batch lies inside its regions");
-            assert_eq!(step.batch().bytes(), direct.bytes());
+            assert_eq!(step.bytes(), direct.bytes());
             descriptors(&step);
         }
         if let (Some((from, to)), Some(expected)) = (&memory, &expected) {

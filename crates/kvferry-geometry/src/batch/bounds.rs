@@ -77,6 +77,7 @@ pub enum BoundsError {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BoundedBatch {
     batch: Batch,
+    bytes: Bytes,
     src: Arc<[Bytes]>,
     dst: Arc<[Bytes]>,
 }
@@ -105,19 +106,25 @@ impl BoundedBatch {
         if total > u128::from(u64::MAX) {
             return Err(BoundsError::TooLarge);
         }
-        Ok(Self { batch, src: src.into(), dst: dst.into() })
+        Ok(Self { bytes: batch.bytes(), batch, src: src.into(), dst: dst.into() })
     }
 
     /// A batch of places that this one lists, so that the proof holds for them as well: no region, block, step or run that is
     /// not one of this batch's or a piece of one, and each at most as often.
     pub(super) fn lesser(&self, batch: Batch) -> Self {
-        Self { batch, src: self.src.clone(), dst: self.dst.clone() }
+        Self { bytes: batch.bytes(), batch, src: self.src.clone(), dst: self.dst.clone() }
     }
 
     /// The batch.
     #[must_use]
     pub fn batch(&self) -> &Batch {
         &self.batch
+    }
+
+    /// Bytes moved in all.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.bytes
     }
 
     /// The source regions' lengths that were assumed.

@@ -88,13 +88,13 @@ impl BoundedBatch {
     /// };
     /// let batch = Batch::new(vec![Section { bases: vec![base].into(), parts: vec![part] }]);
     /// let whole = Arc::new(batch.check(&[Bytes::new(160)], &[Bytes::new(320)]).unwrap());
-    /// let bytes = |max| whole.slices(Bytes::new(max)).map(|s| s.batch().bytes().get()).collect::<Vec<_>>();
+    /// let bytes = |max| whole.slices(Bytes::new(max)).map(|s| s.bytes().get()).collect::<Vec<_>>();
     /// assert_eq!(bytes(100), [96, 64]);
     /// assert_eq!(bytes(160), [160]);
     /// ```
     #[must_use]
     pub fn slices(self: &Arc<Self>, max: Bytes) -> Slices {
-        let bytes = self.batch().bytes().get();
+        let bytes = self.bytes().get();
         let max = max.get().max(1);
         let undivided = bytes > 0 && bytes <= max;
         // Where nothing is to be cut, all sections are passed already.

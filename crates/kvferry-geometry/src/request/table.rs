@@ -1,5 +1,6 @@
 //! Block tables: which block holds which stretch of the sequence.
 
+use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
 
@@ -23,11 +24,12 @@ pub(crate) struct Stretch {
     count: u32,
 }
 
-/// The ids of a table: as they came, or as stretches where these are much fewer.
+/// The ids of a table: as they came, or as stretches where these are much fewer. Shared, since a table goes into each request,
+/// grant and order that names its blocks.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum Ids {
-    List(Vec<BlockId>),
-    Stretches(Vec<Stretch>),
+    List(Arc<[BlockId]>),
+    Stretches(Arc<[Stretch]>),
 }
 
 /// One group's blocks of one request, by table position.
@@ -65,9 +67,9 @@ impl BlockTable {
                     _ => list.push(Stretch { position, id: id.get(), count: 1 }),
                 }
             }
-            Ids::Stretches(list)
+            Ids::Stretches(list.into())
         } else {
-            Ids::List(ids.to_vec())
+            Ids::List(ids.into())
         };
         Self { first: first_position, len, end, ids }
     }
@@ -92,7 +94,7 @@ impl BlockTable {
         }
         let breaks = list.len().saturating_sub(1) as u64;
         if breaks.saturating_mul(8) <= len {
-            return Self { first: first_position, len, end, ids: Ids::Stretches(list) };
+            return Self { first: first_position, len, end, ids: Ids::Stretches(list.into()) };
         }
         let ids = list.iter().flat_map(|s| (0..s.count).map(move |i| BlockId::new(s.id + i))).collect();
         Self { first: first_position, len, end, ids: Ids::List(ids) }
@@ -104,7 +106,8 @@ impl BlockTable {
         let id = first.get();
         let count = count.min((u32::MAX - id).saturating_add(1));
         let (len, end) = (u64::from(count), if count == 0 { 0 } else { u64::from(id) + u64::from(count) });
-        let ids = Ids::Stretches(if count == 0 { Vec::new() } else { vec![Stretch { position: 0, id, count }] });
+        let stretch = Stretch { position: 0, id, count };
+        let ids = Ids::Stretches(if count == 0 { Arc::default() } else { Arc::new([stretch]) });
         Self { first: first_position, len, end, ids }
     }
 

@@ -25,7 +25,7 @@ fn check(sample: &Sample, rng: &mut Rng, what: &str) {
         let threads = 1 + below(rng, 8);
         let pieces = pair_shares(&sample.batch, threads + below(rng, 5));
         let stats = permute.run_pieces(threads, &pieces);
-        assert_eq!(stats.bytes, sample.batch.batch().bytes(), "{what}, {threads} threads, stream {stream}");
+        assert_eq!(stats.bytes, sample.batch.bytes(), "{what}, {threads} threads, stream {stream}");
         memory.check(sample).unwrap_or_else(|e| panic!("{what}, {threads} threads, stream {stream}: {e}"));
     }
 }

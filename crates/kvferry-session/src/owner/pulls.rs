@@ -46,7 +46,7 @@ impl OwnerSession {
         self.put(id, state);
     }
 
-    pub(super) fn start_pull(&mut self, wish: PullWish) -> PullId {
+    pub(super) fn start_pull(&mut self, wish: Box<PullWish>) -> PullId {
         self.pulls.last += 1;
         let id = PullId(self.pulls.last);
         let manifest = self.life.local().map(|l| l.manifest.cache().clone());

@@ -75,7 +75,7 @@ struct Naming {
 impl Compare {
     /// Begins the first round: gives the windows to ask the producer for.
     pub(super) fn start(batch: Arc<BoundedBatch>) -> Result<(Self, Vec<Window>), String> {
-        let len = batch.batch().bytes().get();
+        let len = batch.bytes().get();
         let piece = len.div_ceil(COARSE_PIECES).next_power_of_two().max(COARSE_MIN);
         let windows = vec![Window { start: 0, len, piece }];
         let ours = digester(&batch, &windows)?;

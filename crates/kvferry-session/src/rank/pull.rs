@@ -157,7 +157,7 @@ pub(super) struct Pull {
     /// When the first slice was posted, and how many were.
     posted: Option<Duration>,
     slices: u32,
-    pub(super) sources: BTreeMap<RankId, Source>,
+    pub(super) sources: BTreeMap<RankId, Box<Source>>,
     faults: Faults,
     zeroed: Bytes,
     bad: Vec<BadBlock>,
@@ -176,7 +176,7 @@ impl Pull {
         request: BoundRequest,
         ordered: Arc<Request>,
         started: Duration,
-        sources: BTreeMap<RankId, Source>,
+        sources: BTreeMap<RankId, Box<Source>>,
     ) -> Self {
         Self {
             order: Order::Pull(id),
@@ -382,7 +382,7 @@ impl Pull {
         if self.faults.is_some() {
             return self.stop();
         }
-        if self.sources.values().any(waiting) {
+        if self.sources.values().any(|s| waiting(s)) {
             return Next::Wait;
         }
         let all = self.sources.values().all(|s| matches!(s.state, SourceState::Read { .. }));
@@ -443,7 +443,7 @@ impl Pull {
         let mut questions = Vec::new();
         for (&src, source) in &mut self.sources {
             let SourceState::Read { took } = source.state else { continue };
-            let bytes = source.batch.batch().bytes().get();
+            let bytes = source.batch.bytes().get();
             if bytes == 0 {
                 source.state = SourceState::Compared { took };
                 continue;
@@ -461,7 +461,7 @@ impl Pull {
 
     /// The producer's digests have come, or won't.
     pub(super) fn on_theirs(&mut self, src: RankId, pieces: Result<Vec<PieceDigest>, String>) -> Next {
-        let Some(Source { state: SourceState::Comparing { compare, .. }, .. }) = self.sources.get_mut(&src) else {
+        let Some(SourceState::Comparing { compare, .. }) = self.sources.get_mut(&src).map(|s| &mut s.state) else {
             return Next::Wait;
         };
         match pieces {
@@ -520,10 +520,9 @@ impl Pull {
         }
         let mut compared = 0;
         let sources = self.sources.iter().map(|(&src, s)| {
-            let batch = s.batch.batch();
             let took = match s.state {
                 SourceState::Compared { took } => {
-                    compared += batch.bytes().get();
+                    compared += s.batch.bytes().get();
                     took
                 }
                 SourceState::Read { took } => took,
@@ -531,7 +530,7 @@ impl Pull {
             };
             SourceReport {
                 src,
-                bytes: batch.bytes(),
+                bytes: s.batch.bytes(),
                 rows: s.rows,
                 descriptors_before: s.before,
                 descriptors_after: s.after,

@@ -117,7 +117,7 @@ impl Target {
             return;
         };
         self.lane = Some(lane);
-        let (bytes, descriptors) = (batch.batch().bytes(), batch.batch().descriptors());
+        let (bytes, descriptors) = (batch.bytes(), batch.batch().descriptors());
         self.pieces.push_back(Piece { slices: Reading::new(lane, batch, slice), to, bytes, descriptors });
     }
 
@@ -156,7 +156,7 @@ pub(super) struct Push {
     pub(super) streamed: bool,
     /// The request, as far as the source's blocks are known; `None` when that has changed.
     pub(super) request: Option<Arc<BoundRequest>>,
-    pub(super) targets: BTreeMap<RankId, Target>,
+    pub(super) targets: BTreeMap<RankId, Box<Target>>,
     started: Duration,
     /// When there was something to write, when the first slice of it was posted, and how many were.
     waits: Option<Duration>,
@@ -172,7 +172,7 @@ impl Push {
         order: PushOrder,
         engine: EngineId,
         streamed: bool,
-        targets: BTreeMap<RankId, Target>,
+        targets: BTreeMap<RankId, Box<Target>>,
         started: Duration,
     ) -> Self {
         Self {
@@ -197,7 +197,7 @@ impl Push {
 
     /// The same, if something will be.
     pub(super) fn late_at(&self) -> Option<Duration> {
-        let waits = !self.has_failed() && self.targets.values().any(Target::is_unposted);
+        let waits = !self.has_failed() && self.targets.values().any(|t| t.is_unposted());
         waits.then(|| self.deadline())
     }
 
@@ -296,7 +296,7 @@ impl Push {
         if !self.targets.values().all(|t| t.done.is_whole()) {
             return Next::Wait;
         }
-        let write = |(&dst, t): (&RankId, &Target)| WriteReport {
+        let write = |(&dst, t): (&RankId, &Box<Target>)| WriteReport {
             dst,
             bytes: t.bytes,
             descriptors: t.descriptors,
@@ -318,7 +318,7 @@ impl Push {
             return None;
         }
         // Who writes no tokens has none to wait for.
-        let done = self.targets.values().filter_map(Target::tokens_done).min();
+        let done = self.targets.values().filter_map(|t| t.tokens_done()).min();
         let done = done.unwrap_or(self.order.request.tokens).min(self.order.request.tokens);
         (done > self.told).then(|| {
             self.told = done;

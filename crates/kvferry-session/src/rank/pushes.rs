@@ -104,7 +104,7 @@ impl RankSession {
         let mut targets = BTreeMap::new();
         for dst in map.consumers_of(rank) {
             let plan = direction.plan(pairing.options, rank, dst).map_err(|e| unfit(&e))?;
-            targets.insert(dst, Target::new(plan, none.clone()));
+            targets.insert(dst, Box::new(Target::new(plan, none.clone())));
         }
         Ok(Push::new(order, peer.engine().clone(), streamed, targets, self.now))
     }

@@ -103,7 +103,7 @@ impl RankSession {
                 self.fail_order(order, fault);
                 continue;
             }
-            let bytes = batch.batch().bytes();
+            let bytes = batch.bytes();
             match self.end.submit(Submission { peer: lane, kind: order.kind(), batch, notify: None }) {
                 Ok(op) => self.on_posted(order, other, op, bytes),
                 Err(SubmitError::QueueFull { .. }) if !self.end.ops.is_empty() || self.lanes.is_reading() => {

@@ -51,7 +51,7 @@ impl Reading {
 
     /// Its bytes.
     pub(super) fn next_bytes(&self) -> Option<Bytes> {
-        self.next.as_ref().map(|b| b.batch().bytes())
+        self.next.as_ref().map(|b| b.bytes())
     }
 
     /// When the first slice was posted.

@@ -347,7 +347,7 @@ impl Steps {
         peer: &[Bytes],
     ) -> Result<Arc<BoundedBatch>, String> {
         let wire = moved(&self.wire, side, at).ok_or("its place in staging memory passes the end of 64 bits")?;
-        Ok(Arc::new(wire.check(peer, &cache.lens()).map_err(|e: BoundsError| e.to_string())?))
+        Ok(Arc::new(wire.check(peer, cache.lens()).map_err(|e: BoundsError| e.to_string())?))
     }
 }
 
@@ -390,7 +390,7 @@ fn bind(
     to: impl Fn(RegionId) -> Option<Region>,
 ) -> Result<Permute, String> {
     let lens = cache.lens();
-    let batch = Arc::new(local.check(&lens, &lens).map_err(|e| e.to_string())?);
+    let batch = Arc::new(local.check(lens, lens).map_err(|e| e.to_string())?);
     let faults =
         |all: Vec<kvferry_memory::PermuteError>| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     Permute::new(batch, from, to).map_err(faults)

@@ -104,7 +104,7 @@ impl Op {
 /// The blocks of one side of a batch.
 fn places(batch: &BoundedBatch, map: &RankPlaces, dst: bool) -> Vec<Place> {
     let mut all = Vec::new();
-    let mut strips = Strips::new(batch, 0..batch.batch().bytes().get());
+    let mut strips = Strips::new(batch, 0..batch.bytes().get());
     while let Some(s) = strips.next_within(u64::MAX) {
         let (region, offset, stride) = match dst {
             true => (s.dst_region, s.dst_offset, s.dst_stride),

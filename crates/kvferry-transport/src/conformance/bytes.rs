@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn batches_are_whole_blocks() {
         let batch = reversed(1 << 20, 4096, 100, true).unwrap();
-        assert_eq!((batch.batch().bytes().get(), batch.batch().descriptors()), (1 << 20, 256));
+        assert_eq!((batch.bytes().get(), batch.batch().descriptors()), (1 << 20, 256));
         assert!(reversed(4097, 4096, 0, true).is_none() && reversed(0, 4096, 0, false).is_none());
         assert!(reversed(1, 0, 0, false).is_none());
     }

@@ -87,7 +87,7 @@ fn exact(h: &mut dyn Harness, kind: OpKind) -> Result<Verdict, String> {
         let op = pair.submit(peer, kind, &sample, None)?;
         let end = pair.end_of(h, op)?;
         let stats = end.done().ok_or_else(|| format!("seed {seed}: ended as {end:?}"))?;
-        let bytes = sample.batch.batch().bytes();
+        let bytes = sample.batch.bytes();
         ensure!(stats.bytes == bytes, "seed {seed}: {} of {bytes} are said to be moved", stats.bytes);
         ensure!(stats.descriptors > 0, "seed {seed}: no descriptor is said to be moved");
         memory.check(&sample).map_err(|e| format!("seed {seed}: {e}"))?;

@@ -221,7 +221,7 @@ impl Transport for MemTransport {
         self.next_peer += 1;
         let detail = "copy inside one process".to_owned();
         let lane = Lane { kind: LaneKind::InProcess, transports: Vec::new(), detail, measured: None };
-        let info = PeerInfo { endpoint, regions: blob.regions, lane };
+        let info = PeerInfo { endpoint, regions: blob.regions.into(), lane };
         self.peers.insert(peer, Conn { info, shared, generation: blob.generation, link: Link::New });
         Ok(peer)
     }

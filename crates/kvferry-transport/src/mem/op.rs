@@ -116,7 +116,7 @@ impl Op {
 
     /// Moves one slice; true when all bytes are moved.
     fn move_slice(&mut self, world: &World<'_>) -> Result<bool, Outcome> {
-        let total = self.batch.batch().bytes().get();
+        let total = self.batch.bytes().get();
         let done = self.moved.bytes.get();
         let broken = world.faults.fail.get(&self.index);
         let limit = broken.map_or(total, |b| b.at_byte.min(total));

@@ -41,7 +41,7 @@ fn strips_are_the_bytes_of_the_cursor_in_order() {
         let mut rng = Rng::new(seed);
         let batch = sample(&mut rng, 4096).batch;
         let expected = by_cursor(&batch);
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         assert_eq!(expected.len() as u64, total, "seed {seed}");
         let mut all = Strips::new(&batch, 0..total);
         assert_eq!(by_strips(&mut all, || u64::MAX), expected, "seed {seed}");
@@ -57,7 +57,7 @@ fn scattered_blocks_are_the_strips_they_stand_for() {
     for seed in 0..200 {
         let mut rng = Rng::new(seed);
         let batch = sample(&mut rng, 4096).batch;
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         let start = rng.below(total);
         let range = start..start + rng.below(total - start + 1);
         let (mut strips, mut out) = (Strips::new(&batch, range.clone()), Vec::new());
@@ -92,7 +92,7 @@ fn tiles_are_the_strips_they_stand_for() {
     for seed in 0..400 {
         let mut rng = Rng::new(seed);
         let batch = sample(&mut rng, 4096).batch;
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         let start = if seed % 2 == 0 { 0 } else { rng.below(total) };
         let range = start..start + rng.below(total - start + 1);
         let (mut strips, mut out) = (Strips::new(&batch, range.clone()), Vec::new());
@@ -145,7 +145,7 @@ fn shares_cover_the_batch_evenly() {
     for seed in 0..200 {
         let mut rng = Rng::new(seed);
         let batch = sample(&mut rng, 4096).batch;
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         let longest = Strips::new(&batch, 0..total).map(|s| s.run).max().unwrap_or(0);
         for n in 1..6u64 {
             let shares = shares(&batch, usize::try_from(n).unwrap());
@@ -167,7 +167,7 @@ fn pair_shares_cover_the_batch_and_keep_small_pairs_whole() {
     for seed in 0..200 {
         let mut rng = Rng::new(seed);
         let batch = sample(&mut rng, 4096).batch;
-        let total = batch.batch().bytes().get();
+        let total = batch.bytes().get();
         for n in 1..6u64 {
             let plain = shares(&batch, usize::try_from(n).unwrap());
             let mut at = 0;

@@ -12,7 +12,7 @@ use rustix::event::PollFlags;
 
 use super::WorkerError;
 use crate::driver::Clock;
-use crate::memory::{Found, RankEnd};
+use crate::memory::{Found, RankEnd, take_list};
 
 /// Between two attempts to reach the owner's socket.
 const RETRY: Duration = Duration::from_millis(20);
@@ -66,7 +66,7 @@ impl RankLink {
         match self {
             Self::Socket(link) => link.write(),
             Self::Memory { end, out } => {
-                if out.is_empty() || !end.is_open() || end.send(std::mem::take(out)) {
+                if out.is_empty() || !end.is_open() || end.send(take_list(out)) {
                     Ok(Go::On)
                 } else {
                     Ok(Go::End)

@@ -59,16 +59,16 @@ fn bounded(batch: Batch, lens: &[u64]) -> Arc<BoundedBatch> {
 }
 
 fn sizes(whole: &Arc<BoundedBatch>, max: u64) -> Vec<u64> {
-    whole.slices(Bytes::new(max)).map(|s| s.batch().bytes().get()).collect()
+    whole.slices(Bytes::new(max)).map(|s| s.bytes().get()).collect()
 }
 
 /// All that slices promise, for one size.
 fn check(whole: &Arc<BoundedBatch>, max: u64) -> usize {
     let slices: Vec<_> = whole.slices(Bytes::new(max)).collect();
-    let bytes = whole.batch().bytes().get();
+    let bytes = whole.bytes().get();
     let longest = whole.batch().sections().iter().flat_map(|s| &s.parts).map(|p| p.nest.run).max().unwrap_or(0);
     for slice in &slices {
-        let of_slice = slice.batch().bytes().get();
+        let of_slice = slice.bytes().get();
         assert!(of_slice > 0 && of_slice <= max.max(1), "{of_slice} of {max}");
         // It was not checked; it would pass.
         let again = slice.batch().clone().check(whole.src_lens(), whole.dst_lens()).unwrap();
@@ -77,7 +77,7 @@ fn check(whole: &Arc<BoundedBatch>, max: u64) -> usize {
     assert_eq!(flat(slices.iter().map(|s| s.batch())), flat([whole.batch()]), "{max}");
     // Two neighbours together are more than a slice, but for what was not worth a cut.
     let full = |w: &[Arc<BoundedBatch>]| {
-        let bytes: u64 = w.iter().map(|s| s.batch().bytes().get()).sum();
+        let bytes: u64 = w.iter().map(|s| s.bytes().get()).sum();
         bytes > max - max / SMALL || longest > max / SMALL
     };
     assert!(slices.windows(2).all(full), "{max}: {:?}", sizes(whole, max));
@@ -131,7 +131,7 @@ fn the_slices_of_any_batch_are_the_batch() {
     let (mut rng, mut cut, mut most) = (Rng(7), 0, 0);
     for _ in 0..150 {
         let whole = bounded(random(&mut rng), &[1 << 20, 1 << 20]);
-        let bytes = whole.batch().bytes().get();
+        let bytes = whole.bytes().get();
         for max in [0, 1, 2, 3, 7, 16, 41, 100, 1 + rng.below(bytes + 2), bytes.saturating_sub(1), bytes, u64::MAX] {
             let slices = check(&whole, max);
             cut += usize::from(slices > 1);
@@ -181,7 +181,7 @@ fn pairs_and_loops_of_more_than_32_bits_are_cut() {
     let strided = Dim { count: 3, src_stride: MIB, dst_stride: MIB };
     let nest = Nest { dims: [strided].into_iter().collect(), run: MIB - 1 };
     let whole = bounded(one_part(3, pairs, nest, 4 * MIB, 0), &[u64::MAX]);
-    assert!(whole.batch().bytes().get() > 10 << 32);
+    assert!(whole.bytes().get() > 10 << 32);
     for max in [5 << 32, 1 << 33, 64 * MIB] {
         check(&whole, max);
     }

@@ -77,7 +77,7 @@ pub(in crate::owner) struct Asked {
 
 #[derive(Debug)]
 pub(in crate::owner) struct Pull {
-    pub(in crate::owner) wish: PullWish,
+    pub(in crate::owner) wish: Box<PullWish>,
     pub(in crate::owner) road: RoadId,
     /// The link that it goes over, once it is up.
     pub(in crate::owner) link: Option<LinkId>,

@@ -359,10 +359,10 @@ fn slices_of_any_sample_are_the_sample() {
     let mut rng = Rng::new(11);
     for _ in 0..60 {
         let s = sample(&mut rng, 3000);
-        let bytes = s.batch.batch().bytes().get();
+        let bytes = s.batch.bytes().get();
         for max in [1, 17, 200, bytes / 2, bytes] {
             let slices: Vec<_> = s.batch.slices(Bytes::new(max)).collect();
-            assert!(slices.iter().all(|x| x.batch().bytes().get() <= max.max(1)));
+            assert!(slices.iter().all(|x| x.bytes().get() <= max.max(1)));
             assert!(flat(&slices) == flat(std::slice::from_ref(&s.batch)), "{max}");
         }
     }
