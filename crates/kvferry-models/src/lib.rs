@@ -40,6 +40,7 @@ pub use grouping::{GroupRule, Grouping, RetentionKind};
 pub use items::{DRAFT_PREFIX, LayerItems, ModelItems, ModelOptions, MtpLayers};
 pub use model::{Attention, Layer, MAX_LAYERS, Model, ModelError, ranges};
 pub use preset::preset_names;
+pub use read::{Unread, text_within};
 pub use shape::{MAX_INTERLEAVE, Shape, ShapeError, ShapeErrors};
 pub use stages::{StageLayers, even_stages};
 pub use state::{Sharding, State};

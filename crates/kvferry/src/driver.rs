@@ -115,7 +115,8 @@ pub(crate) enum Command {
         /// Who wants to know how much is in place.
         progress: Option<watch::Sender<Tokens>>,
         done: oneshot::Sender<Outcome>,
-        span: PullSpan,
+        /// Where somebody wants to see it.
+        span: Option<Box<PullSpan>>,
     },
     Cancel {
         pull: PullId,

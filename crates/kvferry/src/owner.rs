@@ -353,7 +353,7 @@ impl Owner {
             priority: spec.priority,
             policy: spec.policy.into(),
         };
-        let span = PullSpan::new(&self.shared.engine, &wish.fence, mode);
+        let span = PullSpan::new(&self.shared.engine, &wish.fence, mode).seen();
         let (done, result) = oneshot::channel();
         let (progress, seen) = match mode {
             Mode::Push { progress: true } => Some(watch::channel(Tokens::ZERO)).unzip(),

@@ -48,9 +48,9 @@ impl PullSpan {
         Self { span, phase: Span::none() }
     }
 
-    /// Whether somebody wants to see it.
-    pub(crate) fn is_seen(&self) -> bool {
-        !self.span.is_disabled()
+    /// This, if somebody wants to see it.
+    pub(crate) fn seen(self) -> Option<Box<Self>> {
+        (!self.span.is_disabled()).then(|| Box::new(self))
     }
 
     /// Ends the phase that it was in, and begins this one.

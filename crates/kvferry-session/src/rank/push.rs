@@ -296,7 +296,7 @@ impl Push {
         if !self.targets.values().all(|t| t.done.is_whole()) {
             return Next::Wait;
         }
-        let write = |(&dst, t): (&RankId, &Box<Target>)| WriteReport {
+        let write = |dst: RankId, t: &Target| WriteReport {
             dst,
             bytes: t.bytes,
             descriptors: t.descriptors,
@@ -305,7 +305,7 @@ impl Push {
         };
         let queued = self.posted.zip(self.waits).map_or(Duration::ZERO, |(posted, since)| posted.saturating_sub(since));
         Next::End(Ok(WriterReport {
-            writes: self.targets.iter().map(write).collect(),
+            writes: self.targets.iter().map(|(&dst, t)| write(dst, t)).collect(),
             queued,
             slices: self.slices,
             took: now.saturating_sub(self.started),

@@ -1,13 +1,12 @@
 //! Scenarios in TOML.
 
-use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_geometry::compat::{CompatOptions, Unmatched};
 use kvferry_geometry::units::Bytes;
-use kvferry_models::{EngineDescription, Model, Shape, layout_named};
+use kvferry_models::{EngineDescription, Model, Shape, Unread, layout_named, text_within};
 use serde::Deserialize;
 use toml::Table;
 
@@ -115,15 +114,8 @@ struct FailureTable {
 
 /// Reads a file, if it isn't too long.
 pub(super) fn text(path: &Path) -> Result<String, ScenarioError> {
-    let file = path.display().to_string();
-    let unreadable = |reason: String| ScenarioError::Unreadable { file: file.clone(), reason };
-    let mut bytes = Vec::new();
-    // A file that has no length, as a device or a pipe, may have no end either.
-    let read = std::fs::File::open(path).and_then(|f| f.take(MAX_BYTES + 1).read_to_end(&mut bytes));
-    if read.map_err(|e| unreadable(e.to_string()))? as u64 > MAX_BYTES {
-        return Err(unreadable(format!("it has more than the {MAX_BYTES} bytes that are read")));
-    }
-    String::from_utf8(bytes).map_err(|e| unreadable(format!("it is not UTF-8 text: {e}")))
+    let unreadable = |e: Unread| ScenarioError::Unreadable { file: path.display().to_string(), reason: e.to_string() };
+    text_within(path, MAX_BYTES).map_err(unreadable)
 }
 
 /// What is wrong so far.

@@ -40,13 +40,13 @@ impl Observer {
     }
 
     /// A pull has begun.
-    pub(super) fn pulling(&mut self, pull: PullId, mode: Mode, span: PullSpan) {
+    pub(super) fn pulling(&mut self, pull: PullId, mode: Mode, span: Option<Box<PullSpan>>) {
         self.metrics.pull_begun();
         if mode != Mode::Pull {
             self.pushed.insert(pull);
         }
-        if span.is_seen() {
-            self.spans.insert(pull, span);
+        if let Some(span) = span {
+            self.spans.insert(pull, *span);
         }
     }
 
