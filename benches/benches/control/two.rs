@@ -23,8 +23,8 @@ use tokio::sync::oneshot;
 
 use super::{KEY, Run, at_once, at_rate, engine, free_slots, ids, peers, pull};
 
-/// How long the frames of a request are, about: bind, its answer, release, its answer.
-const FRAMES: [usize; 4] = [250, 150, 100, 100];
+/// How long the frames of a request are here, but for two bytes: bind, its answer, release, its answer.
+const FRAMES: [usize; 4] = [108, 106, 44, 44];
 
 /// Whoever gets what was offered.
 pub(super) enum Consumer {
