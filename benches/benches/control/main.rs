@@ -2,13 +2,14 @@
 //!
 //! | part | what is measured |
 //! |---|---|
-//! | `requests` | requests a second and the time from offer to delivery, with a transport that is done at once: both engines in one process that meet in memory; then in two processes over a Unix socket, TCP, and TCP with TLS or a shared key; each at its limit and at half of it |
+//! | `requests` | requests a second and the time from offer to delivery, with a transport that is done at once: both engines in one process that meet in memory; then in two processes over a Unix socket, TCP, and TCP with TLS or a shared key; each at its limit and at half of it; beside that over the Unix socket, what only sends as many bytes to and fro |
 //! | `peers` | handshakes a second, and memory for each connected peer that asks for nothing, for 1, 100 and 1,000 |
 //! | `contact` | first contact of engines with 100,000 blocks x 100 regions x 8 ranks over TCP on loopback |
 //! | `fair` | 16 MiB requests alone and beside one of 4 GiB, over shared memory |
 //!
-//! `KVFERRY_BENCH_ONLY=requests,peers` chooses, and `KVFERRY_BENCH_OF=memory,unix,tcp,tls,key` among the requests; `KVFERRY_BENCH_SECONDS` is the time of one measurement (default 3),
-//! `KVFERRY_BENCH_BESIDE_MIB` the length of the long request (default 4096). System calls are counted with `perf` where it may.
+//! `KVFERRY_BENCH_ONLY=requests,peers` chooses, and `KVFERRY_BENCH_OF=memory,unix,tcp,tls,key` among the requests.
+//! `KVFERRY_BENCH_SECONDS` is the time of one measurement (default 3), `KVFERRY_BENCH_BESIDE_MIB` the length of the long request
+//! (default 4096). System calls are counted with `perf` where it may.
 //! `--features mimalloc` measures with that allocator instead of the system's.
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a benchmark")]
 
@@ -117,21 +118,24 @@ impl Run {
 }
 
 /// Counts system calls of processes while something is measured, where `perf` may.
-struct Calls(Option<Child>);
+struct Calls(Child);
 
 impl Calls {
-    fn start(pids: &[u32]) -> Self {
+    /// Counts once it has had time to attach itself.
+    async fn start(pids: &[u32]) -> Option<Self> {
         let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
         let child = Command::new("perf")
             .args(["stat", "-x", ",", "-e", "raw_syscalls:sys_enter", "-p", &pids.join(",")])
             .stderr(Stdio::piped())
             .stdout(Stdio::null())
             .spawn();
-        Self(child.ok())
+        let calls = Self(child.ok()?);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        Some(calls)
     }
 
     fn stop(self) -> Option<u64> {
-        let child = self.0?;
+        let child = self.0;
         let pid = rustix::process::Pid::from_raw(i32::try_from(child.id()).ok()?)?;
         rustix::process::kill_process(pid, rustix::process::Signal::INT).ok()?;
         let out = child.wait_with_output().ok()?;
@@ -140,7 +144,7 @@ impl Calls {
     }
 }
 
-/// Where the engines are.
+/// What is measured: two engines, or what stands beside them.
 enum Sides {
     OneProcess { p: Arc<Engine>, d: Arc<Engine> },
     Two(two::Producer, Arc<two::Consumer>),
@@ -161,9 +165,12 @@ impl Sides {
         if let Self::Two(producer, _) = self {
             pids.push(producer.pid());
         }
-        let calls = Calls::start(&pids);
-        let counted = self.run(rate, seconds() / 3).await;
-        let calls = calls.stop().map_or("-".into(), |n| format!("{:.2}", counted.each(n as f64)));
+        let mut calls = None;
+        if let Some(counting) = Calls::start(&pids).await {
+            let counted = self.run(rate, seconds() / 3).await;
+            calls = counting.stop().map(|n| counted.each(n as f64));
+        }
+        let calls = calls.map_or("-".into(), |n| format!("{n:.2}"));
         run.latency.sort();
         let at = |per_mille| quantile(&run.latency, per_mille) * 1e6;
         let (p50, p99, cpu) = (at(500), at(990), run.each(run.cpu.as_secs_f64() * 1e6));
@@ -185,7 +192,7 @@ async fn requests() {
     let folder = tempfile::tempdir().unwrap();
     let socket = |name: &str| folder.path().join(name).display().to_string();
     let secrets = peers::Secrets::new();
-    let mut halves = Vec::new();
+    let mut beside = None;
     for (kind, what, address, security) in [
         ("memory", "one process, in memory", "memory:bench".into(), "none"),
         ("unix", "two processes, Unix socket", format!("unix:{}", socket("p.sock")), "none"),
@@ -207,10 +214,12 @@ async fn requests() {
         drop(sides.run(None, Duration::from_millis(500)).await);
         let half = sides.row(what, "full", None).await / 2.0;
         sides.row(what, "half", Some(half)).await;
-        halves.extend((kind == "unix").then_some(half));
+        if kind == "unix" {
+            beside = Some(half);
+        }
     }
     // At the rate of the engines, so that it stands beside them.
-    for half in halves {
+    if let Some(half) = beside {
         let address = socket("echo.sock");
         let producer = two::Producer::start("echo", &address, "none", &secrets);
         let mut sides = Sides::Two(producer, Arc::new(two::Consumer::Echo(two::Echo::connect(&address).await)));

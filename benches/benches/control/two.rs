@@ -23,8 +23,11 @@ use tokio::sync::oneshot;
 
 use super::{KEY, Run, at_once, at_rate, engine, free_slots, ids, peers, pull};
 
-/// How long the frames of a request are here, but for two bytes: bind, its answer, release, its answer.
+/// Bytes of the frames of a request as the engines of this bench write them, without the two of length that [`frame`] puts before:
+/// bind, its answer, release, its answer.
 const FRAMES: [usize; 4] = [108, 106, 44, 44];
+/// Bytes of a reference.
+const REFERENCE: usize = 110;
 
 /// Whoever gets what was offered.
 pub(super) enum Consumer {
@@ -34,7 +37,7 @@ pub(super) enum Consumer {
 }
 
 impl Consumer {
-    /// The place of a request that was offered is dealt with.
+    /// Deals with a place that was offered.
     async fn get(&self, slot: usize, offered: &str) {
         match self {
             Self::Engine(engine) => pull(engine, offered.parse().unwrap(), slot).await,
@@ -50,7 +53,7 @@ impl Consumer {
 pub(super) struct Producer {
     child: Child,
     asks: OwnedFd,
-    /// What is done with the next place that was offered: when that was, and how.
+    /// Called with each place, when it was offered, and its reference.
     on_offered: Arc<Mutex<Option<OnOffered>>>,
 }
 
@@ -98,8 +101,7 @@ impl Producer {
                 consumer.get(slot, &offered).await;
                 let took = Duration::from_nanos(shared_clock().saturating_sub(since));
                 all.lock().unwrap().push(took);
-                // The last of them come when nobody asks any more.
-                let _ = done.send(slot);
+                done.send(slot).unwrap();
             });
         }));
         let mut asks = File::from(self.asks.try_clone().unwrap());
@@ -163,7 +165,8 @@ pub(super) async fn echo_of_producer() {
         each_frame(read, |slot, kind| answer.send(frame(slot, kind + 1)).unwrap()).await;
     });
     let tell = writer(pipe::Sender::from_owned_fd(std::io::stdout().as_fd().try_clone_to_owned().unwrap()).unwrap());
-    each_ask(|slot| tell.send(format!("{slot} {} -\n", shared_clock()).into_bytes()).unwrap()).await;
+    let reference = "-".repeat(REFERENCE);
+    each_ask(|slot| tell.send(format!("{slot} {} {reference}\n", shared_clock()).into_bytes()).unwrap()).await;
 }
 
 /// Calls for each place that is asked for, until nobody can ask any more.

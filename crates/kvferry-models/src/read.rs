@@ -25,8 +25,8 @@ pub enum Unread {
     NotText(#[from] std::string::FromUtf8Error),
 }
 
-/// The text of a file of at most `limit` bytes, in UTF-8. No more than that is read: what has no length, as a device or a pipe, may
-/// have no end either.
+/// The text of a file of at most `limit` bytes, in UTF-8. One byte more is read at most: what has no length, as a device or a pipe,
+/// may have no end either.
 ///
 /// # Errors
 /// Why it was not read.

@@ -297,7 +297,7 @@ impl OwnerSession {
     }
 
     /// Begins a request; [`Effect::PullEnded`] follows, once. Blocks that it would write and that are lent already, to another
-    /// request or by an open lease, end it at once.
+    /// request or by an open lease, end it at once. A wish in a box stays in it; without one it is put into one.
     pub fn pull(&mut self, wish: impl Into<Box<PullWish>>, now: Duration) -> PullId {
         self.now = now;
         self.start_pull(wish.into())

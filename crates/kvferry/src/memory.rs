@@ -22,7 +22,7 @@ use crate::connection::DRAINED;
 use crate::driver::News;
 use crate::driver::inbox::Sender;
 
-/// Takes a list, and leaves room for as much as it had, if that was not unusually much: what is said next is about as much.
+/// Takes a list, and leaves room for as much as it had, at most 64: what is said next is about as much.
 pub(crate) fn take_list<T>(list: &mut Vec<T>) -> Vec<T> {
     let room = Vec::with_capacity(list.len().min(64));
     std::mem::replace(list, room)

@@ -114,7 +114,8 @@ struct Load {
 struct Level {
     /// The largest tag that was served.
     now: u64,
-    flows: BTreeMap<EngineId, Flow>,
+    /// Boxed, so that a node of the tree is not too long for an allocator's quick lists.
+    flows: BTreeMap<EngineId, Box<Flow>>,
     /// Those of which something waits, by tag.
     order: BTreeSet<(u64, EngineId)>,
     /// Those that have had more than others and left; they come back to where they were.
@@ -174,7 +175,7 @@ impl Queue {
         let mut full: BTreeSet<&EngineId> = BTreeSet::new();
         for level in self.levels.values() {
             for (_, peer) in &level.order {
-                let Some(stream) = level.flows.get(peer).and_then(Flow::first) else { continue };
+                let Some(stream) = level.flows.get(peer).and_then(|flow| flow.first()) else { continue };
                 let load = self.peers.get(peer).copied().unwrap_or_default();
                 if full.contains(peer) || !load.has_room(stream.next, self.limits.peer_bytes, self.limits.peer_ops) {
                     full.insert(peer);

@@ -157,6 +157,7 @@ pub(super) struct Pull {
     /// When the first slice was posted, and how many were.
     posted: Option<Duration>,
     slices: u32,
+    /// Boxed: a node of the tree has room for eleven, and mostly there is one.
     pub(super) sources: BTreeMap<RankId, Box<Source>>,
     faults: Faults,
     zeroed: Bytes,

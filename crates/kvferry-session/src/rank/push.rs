@@ -156,6 +156,7 @@ pub(super) struct Push {
     pub(super) streamed: bool,
     /// The request, as far as the source's blocks are known; `None` when that has changed.
     pub(super) request: Option<Arc<BoundRequest>>,
+    /// Boxed: a node of the tree has room for eleven, and mostly there is one.
     pub(super) targets: BTreeMap<RankId, Box<Target>>,
     started: Duration,
     /// When there was something to write, when the first slice of it was posted, and how many were.

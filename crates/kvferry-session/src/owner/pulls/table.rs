@@ -77,6 +77,7 @@ pub(in crate::owner) struct Asked {
 
 #[derive(Debug)]
 pub(in crate::owner) struct Pull {
+    /// In the box in which it has come.
     pub(in crate::owner) wish: Box<PullWish>,
     pub(in crate::owner) road: RoadId,
     /// The link that it goes over, once it is up.
