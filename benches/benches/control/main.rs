@@ -3,7 +3,7 @@
 //! | part | what is measured |
 //! |---|---|
 //! | `requests` | requests a second and the time from offer to delivery, with a transport that is done at once: both engines in one process that meet in memory; then in two processes over a Unix socket, TCP, and TCP with TLS or a shared key; each at its limit and at half of it; beside that over the Unix socket, what only sends as many bytes to and fro |
-//! | `peers` | handshakes a second, and memory for each connected peer that asks for nothing, for 1, 100 and 1,000 |
+//! | `peers` | handshakes a second, and memory for each connected peer that asks for nothing, for 1, 100 and 1,000; to be run alone, as after `requests` peers live in memory that those have left |
 //! | `contact` | first contact of engines with 100,000 blocks x 100 regions x 8 ranks over TCP on loopback |
 //! | `fair` | 16 MiB requests alone and beside one of 4 GiB, over shared memory |
 //!
